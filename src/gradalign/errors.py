@@ -1,0 +1,15 @@
+"""The errors a user can cause, each with one sentence that says what to do."""
+
+from __future__ import annotations
+
+
+class GradalignError(ValueError):
+    """A problem with what was asked for; its message is one clear sentence for the user."""
+
+
+class DivergedError(GradalignError):
+    """A loss, a gradient or an update became NaN or infinite; training cannot go on from there."""
+
+
+class ClientError(GradalignError):
+    """The user's own code (model, loss, data) raised while it worked for one client."""

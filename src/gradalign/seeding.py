@@ -1,0 +1,67 @@
+"""One seed, and from it an independent stream for each (purpose, round, client).
+
+No stream depends on another having been used, so results depend neither on the order in which clients are
+trained nor on how many workers train them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+
+class Purpose(IntEnum):
+    """What a random stream is for. The numbers are part of every result: never reuse or renumber one."""
+
+    INIT = 1
+    SAMPLE_CLIENTS = 2
+    SHUFFLE = 3
+    TRAIN = 4
+    GRADIENT = 5
+    DROPOUT_OF_CLIENTS = 6
+    PARTITION = 7
+    SPLIT = 8
+    PROBE = 9
+    SYNTHETIC = 10
+
+
+def stream_seed(seed: int, purpose: Purpose, *keys: int) -> int:
+    """Return the 64-bit seed of the stream for ``purpose`` and ``keys`` (round, client, ...)."""
+    words = np.random.SeedSequence([seed, int(purpose), *keys]).generate_state(1, np.uint64)
+    return int(words[0])
+
+
+def numpy_stream(seed: int, purpose: Purpose, *keys: int) -> np.random.Generator:
+    """Return a NumPy generator for this stream."""
+    return np.random.default_rng(stream_seed(seed, purpose, *keys))
+
+
+def torch_stream(seed: int, purpose: Purpose, *keys: int) -> torch.Generator:
+    """Return a torch CPU generator for this stream."""
+    return torch.Generator().manual_seed(stream_seed(seed, purpose, *keys))
+
+
+@contextmanager
+def global_stream(seed: int, purpose: Purpose, *keys: int) -> Iterator[None]:
+    """Seed the *global* generators inside the block and restore them after it.
+
+    Dropout, model initialisation and a user's data augmentation draw from the global generators of torch,
+    NumPy and ``random``; this makes them follow our one seed without disturbing the caller's own streams.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    number = stream_seed(seed, purpose, *keys)
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(number)
+        np.random.seed(number & 0xFFFFFFFF)
+        random.seed(number)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
