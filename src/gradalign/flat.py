@@ -1,0 +1,105 @@
+"""A model seen as one flat parameter vector, with its buffers beside it.
+
+The module's parameters become views into ``vector`` and their gradients views into ``gradient``, so that an
+algorithm's arithmetic is a handful of vector operations and nothing is copied between the two pictures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gradalign.errors import GradalignError
+
+
+class Point:
+    """The server's point: the flat parameters x and the flat buffers (float ones, integer ones)."""
+
+    __slots__ = ("floats", "ints", "x")
+
+    def __init__(self, x: Tensor, floats: Tensor, ints: Tensor) -> None:
+        self.x, self.floats, self.ints = x, floats, ints
+
+    def clone(self) -> Point:
+        """Return a deep copy."""
+        return Point(self.x.clone(), self.floats.clone(), self.ints.clone())
+
+    def copy_(self, other: Point) -> None:
+        """Overwrite all three vectors with another point's."""
+        self.x.copy_(other.x)
+        self.floats.copy_(other.floats)
+        self.ints.copy_(other.ints)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes needed to send this point."""
+        return sum(vector.numel() * vector.element_size() for vector in (self.x, self.floats, self.ints))
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        raise GradalignError(f"the model {type(module).__name__} has no parameter that requires a gradient")
+    kinds = {p.dtype for p in parameters}
+    if len(kinds) > 1 or not parameters[0].is_floating_point():
+        names = ", ".join(sorted(str(kind) for kind in kinds))
+        raise GradalignError(f"the model's trained parameters must share one floating-point dtype, got {names}")
+    return parameters
+
+
+class FlatModel:
+    """Wraps a module in place; parameters with ``requires_grad=False`` keep out of the flat vector."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._parameters = _trained(module)
+        first = self._parameters[0]
+        total = sum(p.numel() for p in self._parameters)
+        self.vector = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.gradient = torch.zeros_like(self.vector)
+        self._gradient_views: list[Tensor] = []
+        offset = 0
+        for p in self._parameters:
+            span = slice(offset, offset + p.numel())
+            view = self.vector[span].view(p.shape)
+            view.copy_(p.detach())
+            p.data = view
+            self._gradient_views.append(self.gradient[span].view(p.shape))
+            offset += p.numel()
+        self._buffer_names = [name for name in module.state_dict() if name in dict(module.named_buffers())]
+
+    def attach_gradients(self) -> None:
+        """Make every parameter accumulate into the flat gradient, also after user code replaced ``.grad``."""
+        for p, view in zip(self._parameters, self._gradient_views, strict=True):
+            p.grad = view
+
+    def _buffers(self, floating: bool) -> list[Tensor]:
+        current = dict(self.module.named_buffers())
+        buffers = [current[name] for name in self._buffer_names]
+        return [b for b in buffers if b.is_floating_point() == floating]
+
+    def read_buffers(self) -> tuple[Tensor, Tensor]:
+        """Return (float buffers, integer buffers), each as one new flat CPU vector."""
+        floats = [b.detach().reshape(-1).to("cpu", self.vector.dtype) for b in self._buffers(floating=True)]
+        ints = [b.detach().reshape(-1).to("cpu", torch.int64) for b in self._buffers(floating=False)]
+        return (
+            torch.cat(floats) if floats else torch.empty(0, dtype=self.vector.dtype),
+            torch.cat(ints) if ints else torch.empty(0, dtype=torch.int64),
+        )
+
+    def write_buffers(self, floats: Tensor, ints: Tensor) -> None:
+        """Overwrite the module's buffers from flat vectors."""
+        for source, floating in ((floats, True), (ints, False)):
+            offset = 0
+            for buffer in self._buffers(floating):
+                buffer.copy_(source[offset : offset + buffer.numel()].view(buffer.shape))
+                offset += buffer.numel()
+
+    def read(self) -> Point:
+        """Return a copy of the module's present state, on the CPU."""
+        return Point(self.vector.detach().to("cpu", copy=True), *self.read_buffers())
+
+    def load(self, point: Point) -> None:
+        """Overwrite the module's parameters and buffers."""
+        self.vector.copy_(point.x)
+        self.write_buffers(point.floats, point.ints)

@@ -1,0 +1,102 @@
+"""Examples from which batches are drawn: tensors, arrays or any map-style dataset, one interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from gradalign.errors import GradalignError
+
+
+class Examples(ABC):
+    """A set of examples that can hand out any batch of them."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, index: Tensor) -> Any:
+        """Return the examples at these positions, collated."""
+
+
+class TensorExamples(Examples):
+    """Examples that lie in tensors; ``rows`` selects and orders them without copying."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None = None) -> None:
+        lengths = {len(t) for t in tensors}
+        if len(lengths) != 1:
+            raise GradalignError(f"inputs and targets must have the same length, got {sorted(lengths)}")
+        self.tensors, self.rows = tensors, rows
+
+    def __len__(self) -> int:
+        return len(self.tensors[0]) if self.rows is None else len(self.rows)
+
+    def batch(self, index: Tensor) -> tuple[Tensor, ...]:
+        """Return the selected rows of every tensor."""
+        rows = index if self.rows is None else self.rows[index]
+        return tuple(t.index_select(0, rows) for t in self.tensors)
+
+
+class DatasetExamples(Examples):
+    """Examples of a map-style dataset, collated as a DataLoader would."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, index: Tensor) -> Any:
+        """Return the dataset's items at these positions, collated."""
+        return default_collate([self.dataset[int(i)] for i in index])
+
+
+def as_examples(data: Any) -> Examples:
+    """Accept (inputs, targets) tensors or arrays, a map-style dataset, or Examples."""
+    if isinstance(data, Examples):
+        return data
+    if isinstance(data, TensorDataset):
+        return TensorExamples(tuple(data.tensors))
+    if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        return TensorExamples(tuple(torch.as_tensor(part) for part in data))
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | Mapping):
+        return DatasetExamples(data)
+    raise GradalignError(
+        f"cannot read examples from {type(data).__name__}: give (inputs, targets) tensors or a map-style dataset"
+    )
+
+
+class PartitionedClients(Sequence[Examples]):
+    """Clients cut from one pool of tensors: client i holds the rows listed for it.
+
+    The pool is stored once and the lists as one vector with offsets, so a hundred thousand clients cost no more
+    than their rows.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], parts: Iterable[Sequence[int] | np.ndarray | Tensor]) -> None:
+        lists = [torch.as_tensor(part, dtype=torch.int64) for part in parts]
+        if not lists:
+            raise GradalignError("a partition needs at least one client")
+        self.tensors = tensors
+        self.rows = torch.cat(lists)
+        self.offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])])
+        pool = len(tensors[0])
+        if len(self.rows) and not 0 <= int(self.rows.min()) <= int(self.rows.max()) < pool:
+            raise GradalignError(f"a partition names rows outside the pool of {pool} examples")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, client: Any) -> Any:
+        start, stop = self.offsets[client], self.offsets[client + 1]
+        return TensorExamples(self.tensors, self.rows[start:stop])
+
+    def sizes(self) -> np.ndarray:
+        """Return the number of examples of every client."""
+        return np.diff(self.offsets)

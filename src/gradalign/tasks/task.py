@@ -1,0 +1,112 @@
+"""The Task: all that an experiment needs to know about what is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradalign.errors import GradalignError
+from gradalign.seeding import Purpose, global_stream
+from gradalign.tasks.data import Examples, PartitionedClients, as_examples
+
+
+def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Return (outputs, targets) of a batch that is an (inputs, targets) pair."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise GradalignError("a batch must be an (inputs, targets) pair; for any other shape give Task(predict=...)")
+    inputs, targets = batch
+    return model(inputs), targets
+
+
+def share_correct(outputs: Any, targets: Any) -> Tensor | None:
+    """Return the share of right classes, or None where outputs and targets are not class scores and labels."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    if outputs.ndim != targets.ndim + 1 or outputs.shape[1] < 2:
+        return None
+    return (outputs.argmax(dim=1) == targets).double().mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained and on whose data.
+
+    Attributes:
+        model: A function that makes the model, or a model to start from (it is copied).
+        clients: One entry per client: (inputs, targets) tensors or arrays, or a map-style dataset. Any sequence
+            will do, so entries may also be made on demand.
+        test: The test examples, in the same forms; None when there are none.
+        loss: ``loss(outputs, targets)``, a scalar: the mean over the batch.
+        predict: ``predict(model, batch)`` gives (outputs, targets); replace it for batches of another shape.
+        accuracy: ``accuracy(outputs, targets)`` gives the batch's mean accuracy, or None where it has none.
+        name: The task's name in run folders and tables.
+        facts: Anything worth printing beside the results, such as the partition or the size of a subset.
+    """
+
+    model: Callable[[], nn.Module] | nn.Module
+    clients: Sequence[Any]
+    test: Any = None
+    loss: Callable[[Any, Any], Tensor] = F.cross_entropy
+    predict: Callable[[nn.Module, Any], tuple[Any, Any]] = predict
+    accuracy: Callable[[Any, Any], Tensor | float | None] = share_correct
+    name: str = "custom"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.clients) == 0:
+            raise GradalignError(f"the task {self.name} has no clients")
+        # A list is all there already: look at it now. A lazy sequence is looked at client by client.
+        if isinstance(self.clients, PartitionedClients):
+            empty = np.flatnonzero(self.clients.sizes() == 0)
+        elif isinstance(self.clients, list | tuple):
+            empty = np.array([i for i in range(len(self.clients)) if len(as_examples(self.clients[i])) == 0])
+        else:
+            return
+        if len(empty):
+            raise GradalignError(f"client {empty[0]} of the task {self.name} has no examples; every client needs some")
+
+    def client(self, index: int) -> Examples:
+        """Return one client's examples."""
+        examples = as_examples(self.clients[index])
+        if len(examples) == 0:
+            raise GradalignError(f"client {index} of the task {self.name} has no examples; every client needs some")
+        return examples
+
+    @cached_property
+    def test_examples(self) -> Examples | None:
+        """The test examples behind one interface."""
+        examples = None if self.test is None else as_examples(self.test)
+        return examples if examples is not None and len(examples) else None
+
+    def make_model(self, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+        """Make the model from this seed, in training mode."""
+        if isinstance(self.model, nn.Module):
+            model = copy.deepcopy(self.model)
+        else:
+            with global_stream(seed, Purpose.INIT):
+                model = self.model()
+        if not isinstance(model, nn.Module):
+            raise GradalignError(f"Task.model must make a torch.nn.Module, got {type(model).__name__}")
+        return model.to(device).train()
+
+    def describe(self) -> dict[str, Any]:
+        """Return counts and facts for summaries."""
+        counts: dict[str, Any] = {"name": self.name, "clients": len(self.clients)}
+        if isinstance(self.clients, PartitionedClients | list | tuple):
+            sizes = (
+                self.clients.sizes()
+                if isinstance(self.clients, PartitionedClients)
+                else np.array([len(as_examples(c)) for c in self.clients])
+            )
+            counts["train_examples"] = int(sizes.sum())
+            counts["examples_per_client"] = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
+        counts["test_examples"] = 0 if self.test_examples is None else len(self.test_examples)
+        return counts | dict(self.facts)
