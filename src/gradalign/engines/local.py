@@ -1,0 +1,110 @@
+"""The local engine: this process, or persistent worker processes on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+
+from gradalign.algorithms import Plan
+from gradalign.engines import Engine
+from gradalign.engines.jobs import evaluation_rows, run_for_client
+from gradalign.engines.pool import PoolEngine
+from gradalign.errors import GradalignError
+from gradalign.flat import Point
+from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.tasks.task import Task
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread inside the block.
+
+    Workers have one thread each, and sums over several threads round differently: this is what makes the
+    in-process engine give the workers' bits.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class InProcessEngine:
+    """Does the clients' work one after the other in this process: for GPUs, debuggers and small jobs."""
+
+    def __init__(self, task: Task, local: LocalTraining, seed: int, device: torch.device | str = "cpu") -> None:
+        self.task = task
+        self.trainer = LocalTrainer(task, local, seed, device)
+
+    def gradients(
+        self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
+    ) -> Iterator[tuple[int, ClientGradient]]:
+        """Yield (client, ∇f_i(x)) for every client."""
+        for client in clients:
+            with one_thread(), run_for_client(client):
+                examples = self.task.client(client)
+                reply = self.trainer.gradient(point, examples, client=client, round_index=round_index, limit=limit)
+            yield client, reply
+
+    def train(
+        self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
+    ) -> Iterator[tuple[int, ClientUpdate]]:
+        """Yield (client, Δ_i) for every planned client."""
+        for client, plan in plans:
+            with one_thread(), run_for_client(client):
+                examples = self.task.client(client)
+                reply = self.trainer.train(point, plan, examples, client=client, round_index=round_index, lr=lr)
+            yield client, reply
+
+    def evaluate(self, point: Point) -> Score | None:
+        """Return the score on the test examples, None when the task has none."""
+        examples = self.task.test_examples
+        if examples is None:
+            return None
+        with one_thread(), run_for_client(None):
+            parts = (self.trainer.evaluate(point, examples, rows) for rows in evaluation_rows(len(examples)))
+            return sum(parts, Score())
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def available_cores() -> int:
+    """Return the number of cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def local_engine(
+    task: Task,
+    local: LocalTraining,
+    *,
+    seed: int = 0,
+    workers: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Engine:
+    """Return the engine for this machine.
+
+    Args:
+        task: What is trained.
+        local: How a client trains.
+        seed: The seed of everything random.
+        workers: Worker processes, one thread each; 0 works in this process, None takes one per core.
+            The number changes the speed and never the result.
+        device: Where the model runs. Anything but the CPU works in this process.
+    """
+    if workers is not None and workers < 0:
+        raise GradalignError(f"workers must be 0 (in this process) or more, got {workers}")
+    if torch.device(device).type != "cpu" or workers == 0:
+        return InProcessEngine(task, local, seed, device)
+    return PoolEngine(task, local, seed, workers or available_cores())

@@ -1,0 +1,282 @@
+"""Persistent worker processes with one thread each, fed through pipes; vectors go through shared memory.
+
+The result does not depend on the number of workers: a client's work is the same single-threaded arithmetic
+wherever it is done, and replies are handed on in client order. A worker that dies is replaced and its job done again
+from the same inputs, so to the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+import torch
+import torch.multiprocessing
+
+from gradalign.algorithms import Plan
+from gradalign.engines.jobs import (
+    Desk,
+    EvaluationJob,
+    Failure,
+    GradientJob,
+    Job,
+    TrainJob,
+    evaluation_rows,
+    run_for_client,
+)
+from gradalign.errors import GradalignError
+from gradalign.flat import Point
+from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.tasks.task import Task
+
+ATTEMPTS = 3
+_PR_SET_PDEATHSIG = 1
+
+
+def start_method() -> str:
+    """Return how workers are started.
+
+    Forking shares the data without copying and asks nothing of user code. Where it is unsafe (autograd may hold
+    CUDA threads; macOS frameworks) workers are spawned and the task must be picklable.
+    """
+    return "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this worker when its parent dies, however the parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _work(
+    pipe: Connection,
+    inherited: list[Connection],
+    parent: int,
+    task: Task,
+    local: LocalTraining,
+    seed: int,
+    desk: Desk,
+) -> None:
+    """Serve jobs until the pipe closes. Runs in the worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end_with_parent(parent)
+    for connection in inherited:
+        # A forked worker holds copies of the server's pipe ends; while it does, its siblings never see them close.
+        connection.close()
+    torch.set_num_threads(1)
+    trainer: LocalTrainer | None = None
+    while True:
+        try:
+            job: Job = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            with run_for_client(job.client):
+                trainer = trainer or LocalTrainer(task, local, seed)
+                answer: Any = job.run(trainer, desk)
+        except GradalignError as error:
+            answer = Failure.of(error)
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
+
+
+@dataclass
+class _Assignment:
+    """One job on its way: its place in the order, and how often it was tried."""
+
+    place: int
+    job: Job
+    attempts: int = 0
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: Connection
+    busy: _Assignment | None = field(default=None)
+
+
+class PoolEngine:
+    """N worker processes behind the Engine interface."""
+
+    def __init__(self, task: Task, local: LocalTraining, seed: int, workers: int, method: str | None = None) -> None:
+        self.task, self.local, self.seed = task, local, seed
+        self._context: Any = torch.multiprocessing.get_context(method or start_method())
+        # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
+        self._slots = 2 * workers + 2
+        self._desk = Desk(LocalTrainer(task, local, seed).flat.read(), self._slots)
+        self._wanted = workers
+        self._workers: list[_Worker] = []
+        try:
+            self._fill()
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self) -> None:
+        while len(self._workers) < self._wanted:
+            self._workers.append(self._hire())
+
+    def _hire(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        forked = self._context.get_start_method() == "fork"
+        inherited = [ours, *(worker.pipe for worker in self._workers)] if forked else []
+        arguments = (theirs, inherited, os.getpid(), self.task, self.local, self.seed, self._desk)
+        process = self._context.Process(target=_work, args=arguments, daemon=True, name="gradalign-worker")
+        try:
+            with warnings.catch_warnings():
+                # Python >= 3.12 warns about forking beside threads; a worker touches none of their locks.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise GradalignError(
+                f"the task cannot be sent to a worker process ({error}); define its model, loss and data at the top "
+                "level of a module, or use workers=0"
+            ) from error
+        theirs.close()
+        return _Worker(process, ours)
+
+    def worker_pids(self) -> list[int]:
+        """Return the process ids of the workers now alive."""
+        return [worker.process.pid for worker in self._workers if worker.process.is_alive()]
+
+    def _dismiss(self, worker: _Worker) -> None:
+        worker.pipe.close()
+        worker.process.kill()
+        worker.process.join()
+        worker.process.close()
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        self._dismiss(worker)
+        self._workers.remove(worker)
+        self._fill()
+        return self._workers[-1]
+
+    def _assign(self, worker: _Worker, task: _Assignment) -> None:
+        while True:
+            task.attempts += 1
+            if task.attempts > ATTEMPTS:
+                what = "the evaluation" if task.job.client is None else f"client {task.job.client}"
+                raise GradalignError(
+                    f"{what} ended its worker process {ATTEMPTS} times; it may need more memory than there is, or crash"
+                )
+            worker.busy = task
+            try:
+                worker.pipe.send(task.job)
+                return
+            except OSError:
+                worker = self._replace(worker)
+
+    def _answers(self) -> Iterator[tuple[_Assignment, Any]]:
+        """Wait for at least one worker; yield every answer that is there. A dead worker's job is given out again."""
+        busy = {worker.pipe: worker for worker in self._workers if worker.busy is not None}
+        for pipe in wait(list(busy)):
+            worker = busy[pipe]  # type: ignore[index]
+            task = worker.busy
+            if task is None:
+                continue
+            try:
+                answer = worker.pipe.recv()
+            except (EOFError, OSError):
+                self._assign(self._replace(worker), task)
+                continue
+            worker.busy = None
+            yield task, answer
+
+    def _stream(self, jobs: Iterator[Callable[[int], Job]]) -> Iterator[tuple[Job, Any]]:
+        """Give out jobs as slots and workers become free; yield (job, answer) in the jobs' order."""
+        free = deque(range(self._slots))
+        answered: dict[int, tuple[Job, Any]] = {}
+        given, handed_on, exhausted = 0, 0, False
+        self._fill()
+        try:
+            while True:
+                idle = [worker for worker in self._workers if worker.busy is None]
+                while idle and free and not exhausted:
+                    make = next(jobs, None)
+                    if make is None:
+                        exhausted = True
+                        break
+                    self._assign(idle.pop(), _Assignment(given, make(free.popleft())))
+                    given += 1
+                if handed_on in answered:
+                    job, answer = answered.pop(handed_on)
+                    if isinstance(answer, Failure):
+                        raise answer.as_error()
+                    yield job, job.collect(answer, self._desk)
+                    free.append(job.slot)
+                    handed_on += 1
+                elif handed_on == given and exhausted:
+                    return
+                else:
+                    for task, answer in self._answers():
+                        answered[task.place] = (task.job, answer)
+        finally:
+            # Left early (an error, an interrupt): unfinished work is for nobody. Successors come when needed.
+            for worker in [w for w in self._workers if w.busy is not None]:
+                self._dismiss(worker)
+                self._workers.remove(worker)
+
+    def gradients(
+        self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
+    ) -> Iterator[tuple[int, ClientGradient]]:
+        """Yield (client, ∇f_i(x)) for every client."""
+        self._desk.point.copy_(point)
+
+        def maker(client: int) -> Callable[[int], Job]:
+            return lambda slot: GradientJob(slot=slot, client=client, round_index=round_index, limit=limit)
+
+        for job, reply in self._stream(maker(client) for client in clients):
+            yield job.client, reply  # type: ignore[misc]
+
+    def train(
+        self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
+    ) -> Iterator[tuple[int, ClientUpdate]]:
+        """Yield (client, Δ_i) for every planned client."""
+        self._desk.point.copy_(point)
+
+        def maker(client: int, plan: Plan) -> Callable[[int], Job]:
+            return lambda slot: TrainJob.put(plan, self._desk, slot=slot, client=client, round_index=round_index, lr=lr)
+
+        for job, reply in self._stream(maker(client, plan) for client, plan in plans):
+            yield job.client, reply  # type: ignore[misc]
+
+    def evaluate(self, point: Point) -> Score | None:
+        """Return the score on the test examples, None when the task has none."""
+        examples = self.task.test_examples
+        if examples is None:
+            return None
+        self._desk.point.copy_(point)
+
+        def maker(rows: torch.Tensor) -> Callable[[int], Job]:
+            start = int(rows[0])
+            return lambda slot: EvaluationJob(slot=slot, start=start, stop=start + len(rows))
+
+        chunks = evaluation_rows(len(examples))
+        return sum((score for _, score in self._stream(maker(rows) for rows in chunks)), Score())
+
+    def close(self) -> None:
+        """End every worker."""
+        for worker in self._workers:
+            self._dismiss(worker)
+        self._workers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
