@@ -1,1 +1,93 @@
-"""gradalign."""
+"""Gradient alignment for mini-batches, GPUs and federated clients.
+
+The names below are loaded when first used, so that ``import gradalign`` and ``gradalign --help`` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gradalign._version import __version__
+
+if TYPE_CHECKING:
+    from gradalign.algorithms import (
+        FedAvg,
+        FedDyn,
+        FedGA,
+        FedProx,
+        GradAlign,
+        LargeBatchSGD,
+        LinearScaling,
+        Scaffold,
+    )
+    from gradalign.errors import DivergedError, GradalignError
+    from gradalign.experiment.api import run
+    from gradalign.experiment.runner import Measure, Result
+    from gradalign.local import LocalTraining
+    from gradalign.schedule import Cosine, OffUntil, Steps, Warmup
+    from gradalign.server import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
+    from gradalign.tasks.data import PartitionedClients
+    from gradalign.tasks.task import Task
+
+_HOMES = {
+    "gradalign.algorithms": (
+        "FedAvg",
+        "FedDyn",
+        "FedGA",
+        "FedProx",
+        "GradAlign",
+        "LargeBatchSGD",
+        "LinearScaling",
+        "Scaffold",
+    ),
+    "gradalign.errors": ("DivergedError", "GradalignError"),
+    "gradalign.experiment.api": ("run",),
+    "gradalign.experiment.runner": ("Measure", "Result"),
+    "gradalign.local": ("LocalTraining",),
+    "gradalign.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
+    "gradalign.server": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),
+    "gradalign.tasks.data": ("PartitionedClients",),
+    "gradalign.tasks.task": ("Task",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Cosine",
+    "DivergedError",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedDyn",
+    "FedGA",
+    "FedProx",
+    "FedYogi",
+    "GradAlign",
+    "GradalignError",
+    "LargeBatchSGD",
+    "LinearScaling",
+    "LocalTraining",
+    "Measure",
+    "OffUntil",
+    "PartitionedClients",
+    "Result",
+    "Scaffold",
+    "ServerRule",
+    "Steps",
+    "Task",
+    "Warmup",
+    "__version__",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'gradalign' has no attribute '{name}'")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,188 @@
+"""The command line: parses, calls experiment/, prints. torch is imported by the commands, not by ``--help``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from gradalign._version import __version__
+from gradalign.errors import GradalignError
+
+app = typer.Typer(
+    help="Train PyTorch models so that the gradients of mini-batches, GPUs and federated clients agree.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
+]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The seed of everything random.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: a new one under runs/).")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds, if it holds anything.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", min=0, help="Worker processes (default: one per core; 0: none). Never changes results."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, treated like Ctrl-C: a checkpoint is kept and workers end."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
+@contextmanager
+def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
+    """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
+    with suppress(ValueError):  # not the main thread: signals are someone else's
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except GradalignError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt as stop:
+        _say("stopped" + (f"; {resume_hint}" if resume_hint else ""))
+        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
+    except OSError as error:
+        _say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        raise typer.Exit(2) from None
+
+
+def _say(text: str) -> None:
+    print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"gradalign {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
+    settings: Settings = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = False,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run one experiment."""
+    with plain_errors("continue with the same command and --resume"):
+        from gradalign.experiment.api import run_spec
+        from gradalign.experiment.recipes import load_recipe, output_folder
+        from gradalign.experiment.tables import print_summary
+
+        spec = load_recipe(recipe, settings or (), seed).spec()
+        name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
+        folder = output_folder(out, name, resume=resume)
+        result = run_spec(spec, workers=workers, out=folder, resume=resume)
+        if as_json:
+            _print_json(result.summary | {"folder": str(folder)})
+        else:
+            print_summary(Console(), result.summary, folder)
+
+
+@app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A recipe file or a shipped recipe's name.")] = "digits",
+    algorithms: Annotated[
+        str | None, typer.Option("--algorithms", help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, help="How many seeds each algorithm runs with.")
+    ] = None,
+    settings: Settings = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="The first seed.")] = None,
+    out: Out = None,
+    resume: Resume = False,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare algorithms over several seeds: a table, summary.json and the curves as a picture."""
+    with plain_errors("continue with the same command and --resume"):
+        from gradalign.experiment.compare import plan_comparison, run_comparison, write_comparison
+        from gradalign.experiment.progress import comparison_bar
+        from gradalign.experiment.recipes import load_recipe, output_folder
+        from gradalign.experiment.tables import print_comparison
+
+        loaded = load_recipe(recipe, settings or (), seed)
+        entries = loaded.compare.algorithms
+        if algorithms is not None:
+            entries = [name.strip() for name in algorithms.split(",") if name.strip()]
+        name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
+        folder = output_folder(out, name, resume=resume)
+        planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
+        with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
+            finished = run_comparison(planned, workers=workers, resume=resume, on_row=on_row)
+        summary = write_comparison(folder, finished)
+        if as_json:
+            _print_json(summary | {"folder": str(folder)})
+        else:
+            print_comparison(Console(), summary, folder)
+        failures = [f"{run.planned.entry}, seed {run.planned.seed}: {run.failure}" for run in finished if run.failure]
+        if failures:
+            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+            raise GradalignError(failures[0] + more)
+
+
+@app.command()
+def tasks(as_json: AsJson = False) -> None:
+    """List what can be trained."""
+    with plain_errors():
+        from gradalign.experiment.recipes import shipped_recipes
+        from gradalign.experiment.tables import describe_tasks, print_tasks
+
+        found = describe_tasks()
+        if as_json:
+            _print_json({"tasks": found, "recipes": list(shipped_recipes())})
+        else:
+            print_tasks(Console(), found, list(shipped_recipes()))
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show a run's spec and summary, or a comparison's table."""
+    with plain_errors():
+        from gradalign.experiment.tables import load_shown, print_shown
+
+        shown = load_shown(folder)
+        if as_json:
+            _print_json(shown)
+        else:
+            print_shown(Console(), shown, folder)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Experiments: a validated description, the round loop, the run folder, comparisons."""

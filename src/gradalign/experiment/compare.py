@@ -1,0 +1,182 @@
+"""Comparing algorithms: every one with every seed, then means, deviations and curves."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gradalign.errors import DivergedError, GradalignError
+from gradalign.experiment.api import run_spec
+from gradalign.experiment.build import build_algorithm, build_federation, build_task
+from gradalign.experiment.recipes import Recipe
+from gradalign.experiment.runner import Row, rounds_to, versions
+from gradalign.experiment.spec import Spec
+from gradalign.experiment.store import METRICS, SUMMARY, read_metrics, write_json
+from gradalign.tasks.task import Task
+
+CURVES = "curves.png"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One run of a comparison."""
+
+    entry: str
+    seed: int
+    spec: Spec
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One run of a comparison when it has ended; ``failure`` says how, when it diverged."""
+
+    planned: Planned
+    rows: list[Row]
+    summary: Mapping[str, Any]
+    failure: str | None = None
+
+
+def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: Path) -> list[Planned]:
+    """Return all runs, each checked, before any is started."""
+    if not entries:
+        raise GradalignError("--algorithms names no algorithm; give for example fedga,fedavg")
+    if seeds < 1:
+        raise GradalignError(f"--seeds must be at least 1, got {seeds}")
+    if len(set(entries)) < len(entries):
+        raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
+    first = int(recipe.changes.get("seed", recipe.data.get("seed", 0)))
+    planned = [
+        Planned(
+            entry=entry,
+            seed=seed,
+            spec=recipe.spec_for(entry, seed),
+            folder=folder / re.sub(r"[^\w.+-]+", "-", entry) / f"seed{seed}",
+        )
+        for entry in entries
+        for seed in range(first, first + seeds)
+    ]
+    for one in planned:
+        build_algorithm(one.spec.algorithm, one.spec.server)
+    for entry in entries:  # one task is enough to know that sizes and names fit
+        build_federation(next(one.spec for one in planned if one.entry == entry))
+    return planned
+
+
+def run_comparison(
+    planned: Sequence[Planned],
+    *,
+    workers: int | None = None,
+    resume: bool = False,
+    on_row: Callable[[Planned, Row], None] | None = None,
+) -> list[Finished]:
+    """Run everything in turn; a run that diverges is recorded and the others go on."""
+
+    @lru_cache(maxsize=4)
+    def task(seed: int, name: str, options: str) -> Task:
+        spec = next(p.spec for p in planned if p.seed == seed and repr(p.spec.task) == options)
+        return build_task(name, seed=seed, options=spec.task.options())
+
+    finished: list[Finished] = []
+    for one in planned:
+        failure, summary = None, {}
+
+        def note(row: Row, one: Planned = one) -> None:
+            if on_row is not None:
+                on_row(one, row)
+
+        try:
+            result = run_spec(
+                one.spec,
+                task=task(one.seed, one.spec.task.name, repr(one.spec.task)),
+                workers=workers,
+                out=one.folder,
+                resume=resume,
+                progress=False,
+                on_row=note,
+            )
+            summary = result.summary
+        except DivergedError as error:
+            failure = str(error)
+        rows = read_metrics(one.folder) if (one.folder / METRICS).exists() else []
+        finished.append(Finished(planned=one, rows=rows, summary=summary, failure=failure))
+    return finished
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Return mean and sample standard deviation."""
+    if not values:
+        return None
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def _known(runs: Sequence[Finished], name: str) -> list[float]:
+    return [run.summary[name] for run in runs if run.summary.get(name) is not None]
+
+
+def choose_target(finished: Sequence[Finished]) -> float | None:
+    """Return the recipe's target accuracy, or 95 % of the lowest of the algorithms' best."""
+    given = next((run.planned.spec.measure.target_accuracy for run in finished), None)
+    if given is not None:
+        return given
+    entries = {run.planned.entry for run in finished}
+    best = [_known([r for r in finished if r.planned.entry == entry], "best_test_accuracy") for entry in entries]
+    means = [statistics.fmean(values) for values in best if values]
+    return round(0.95 * min(means), 3) if means else None
+
+
+def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
+    """Return what summary.json says."""
+    target = choose_target(finished)
+    entries = list(dict.fromkeys(run.planned.entry for run in finished))
+    table = []
+    for entry in entries:
+        runs = [run for run in finished if run.planned.entry == entry]
+        reached = [rounds_to(run.rows, target) for run in runs if run.failure is None]
+        counted = [float(rounds) for rounds in reached if rounds is not None]
+        table.append(
+            {
+                "name": entry,
+                "best_test_accuracy": _spread(_known(runs, "best_test_accuracy")),
+                "final_test_accuracy": _spread(_known(runs, "final_test_accuracy")),
+                "final_test_loss": _spread(_known(runs, "final_test_loss")),
+                "communication_rounds_to_target": _spread(counted),
+                "reached_target": len(counted),
+                "final_r": _spread(_known(runs, "final_r")),
+                "settings": runs[0].planned.spec.to_dict(),
+                "runs": [
+                    {
+                        "seed": run.planned.seed,
+                        "folder": str(run.planned.folder.relative_to(run.planned.folder.parents[1])),
+                        "failure": run.failure,
+                    }
+                    for run in runs
+                ],
+            }
+        )
+    task = next((run.summary["task"] for run in finished if run.summary), None)
+    return {
+        "name": finished[0].planned.spec.name,
+        "seeds": sorted({run.planned.seed for run in finished}),
+        "rounds": finished[0].planned.spec.rounds,
+        "target_accuracy": target,
+        "algorithms": table,
+        "task": task,
+        "versions": versions(),
+    }
+
+
+def write_comparison(folder: Path, finished: Sequence[Finished]) -> dict[str, Any]:
+    """Write summary.json and the curves; return the summary."""
+    from gradalign.experiment.curves import draw_comparison
+
+    summary = summarise_comparison(finished)
+    if any(run.rows for run in finished):
+        draw_comparison(folder / CURVES, summary, finished)
+    write_json(folder / SUMMARY, summary)
+    return summary

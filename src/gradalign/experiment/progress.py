@@ -1,0 +1,77 @@
+"""Progress of long work, for people: bars on standard error, nothing when it is not a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from gradalign.experiment.compare import Planned
+
+Tick = Callable[[Mapping[str, Any]], None]
+
+
+def make_progress() -> Progress:
+    """Return the one look that all bars have."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def accuracy_note(row: Mapping[str, Any], before: str = "") -> str:
+    """Return the newest measured number worth showing."""
+    if row.get("test_accuracy") is not None:
+        return f"test accuracy {row['test_accuracy']:.1%}"
+    if row.get("test_loss") is not None:
+        return f"test loss {row['test_loss']:.4g}"
+    return before
+
+
+@contextmanager
+def round_bar(label: str, rounds: int, *, show: bool) -> Iterator[Tick]:
+    """Show one run's rounds; yields a function to call with each row."""
+    if not show:
+        yield lambda row: None
+        return
+    with make_progress() as progress:
+        bar = progress.add_task(label, total=rounds, note="")
+        note = ""
+
+        def tick(row: Mapping[str, Any]) -> None:
+            nonlocal note
+            note = accuracy_note(row, note)
+            progress.update(bar, completed=row["round"], note=note)
+
+        yield tick
+
+
+@contextmanager
+def comparison_bar(planned: Sequence[Planned], *, show: bool) -> Iterator[Callable[[Planned, Mapping[str, Any]], None]]:
+    """Show a comparison's rounds in one bar, naming the run at work; yields a function to call with each row."""
+    if not show:
+        yield lambda one, row: None
+        return
+    with make_progress() as progress:
+        bar = progress.add_task("", total=sum(one.spec.rounds for one in planned), note="")
+        done: dict[tuple[str, int], int] = {}
+        note = ""
+
+        def tick(one: Planned, row: Mapping[str, Any]) -> None:
+            nonlocal note
+            note = accuracy_note(row, note)
+            done[one.entry, one.seed] = row["round"]
+            label = f"{one.entry}, seed {one.seed}"
+            progress.update(bar, completed=sum(done.values()), description=label, note=note)
+
+        yield tick

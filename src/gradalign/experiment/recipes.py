@@ -1,0 +1,122 @@
+"""Finding recipes, laying settings over them, and choosing run folders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gradalign.errors import GradalignError
+from gradalign.experiment.build import SERVER_RULES, accepted_parameters, algorithm_names
+from gradalign.experiment.spec import (
+    AlgorithmSpec,
+    CompareSpec,
+    ServerSpec,
+    Spec,
+    explain,
+    merge,
+    parse_settings,
+    read_recipe,
+    validate,
+)
+from gradalign.server import ServerRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe as plain data, before an algorithm is chosen.
+
+    Attributes:
+        source: What to call it in messages.
+        data: The file's tables without [compare].
+        compare: The [compare] table.
+        changes: The settings given on the command line, which go over everything.
+    """
+
+    source: str
+    data: Mapping[str, Any]
+    compare: CompareSpec
+    changes: Mapping[str, Any]
+
+    def spec(self) -> Spec:
+        """Return the one experiment that ``gradalign run`` runs."""
+        return validate(merge(self.data, self.changes), self.source)
+
+    def spec_for(self, entry: str, seed: int) -> Spec:
+        """Return the experiment of one entry of a comparison.
+
+        An entry is an algorithm's name, or any name whose [compare.settings] say which algorithm it is. Of the recipe's
+        own [algorithm] and [server] tables it takes what its algorithm has.
+        """
+        settings = self.compare.settings.get(entry, {})
+        name = merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"]
+        data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
+        data = merge(merge(data, settings), _fitting(self.changes, name))
+        data["algorithm"]["name"] = name
+        return validate(data | {"seed": seed}, f"{self.source} ({entry})")
+
+
+def _fitting(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Leave out the known [algorithm] and [server] keys that the named algorithm does not have."""
+    names = algorithm_names(str(name))
+    rules = [SERVER_RULES[part] for part in names if part in SERVER_RULES] or [ServerRule]
+    rule_keys = {field.name for kind in rules for field in fields(kind)}
+    unfit = {
+        "algorithm": set(AlgorithmSpec.model_fields) - accepted_parameters(name) - {"name"},
+        "server": set(ServerSpec.model_fields) - rule_keys,
+    }
+    return {
+        table: {key: value for key, value in content.items() if key not in unfit[table]}
+        if table in unfit and isinstance(content, Mapping)
+        else content
+        for table, content in data.items()
+    }
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the recipes that come with the package, by name."""
+    folder = Path(str(files("gradalign") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None) -> Recipe:
+    """Read a recipe by file or by shipped name, with settings laid over it."""
+    shipped = shipped_recipes()
+    path = Path(name)
+    if not path.is_file() and name in shipped:
+        path = shipped[name]
+    elif path.is_dir():
+        raise GradalignError(f"{path} is a folder, not a recipe file")
+    elif not path.is_file():
+        raise GradalignError(f'there is no recipe file "{name}"; shipped recipes are: {", ".join(shipped)}')
+    data = dict(read_recipe(path))
+    changes = parse_settings(settings)
+    if seed is not None:
+        changes["seed"] = seed
+    try:
+        compare = CompareSpec.model_validate(merge(data.pop("compare", {}), changes.pop("compare", {})))
+    except ValidationError as error:
+        raise explain(error, f"{path.name}: compare") from None
+    except AttributeError:
+        raise GradalignError(f"{path.name}: compare: must be a table of settings") from None
+    data.setdefault("name", path.stem)
+    return Recipe(source=path.name, data=data, compare=compare, changes=changes)
+
+
+def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:
+    """Return where to write: what was asked for, or runs/NAME with a number where that is taken.
+
+    With ``resume`` and no folder named, it is the newest of the numbered ones.
+    """
+    if out is not None:
+        return out
+    name = re.sub(r"[^\w.+-]+", "-", name) or "run"
+    base = Path("runs") / name
+    numbered = [base] + [base.with_name(f"{name}-{n}") for n in range(2, 10_000)]
+    taken = next(i for i, path in enumerate(numbered) if not path.exists())
+    return numbered[max(0, taken - 1)] if resume else numbered[taken]

@@ -1,0 +1,290 @@
+"""One round, seen from the server: who takes part, the two phases, the averages, the server's step.
+
+``play_round`` returns the next state. A round that fails leaves the last good one as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradalign.algorithms import ClientView, Combination, Plan
+from gradalign.alignment import weighted_mean
+from gradalign.engines import Engine
+from gradalign.errors import DivergedError
+from gradalign.flat import Point
+from gradalign.local import ClientUpdate, LocalTraining
+from gradalign.schedule import value_at
+from gradalign.seeding import Purpose, numpy_stream
+from gradalign.server import Memory
+from gradalign.tasks.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """What stays the same over all rounds.
+
+    Attributes:
+        task: What is trained.
+        algorithm: The plan of every round.
+        local: How a client trains.
+        per_round: |S|, the number of clients sampled each round.
+        by_examples: Weight clients by their number of examples instead of uniformly, in ḡ and in the average.
+        dropout: The chance that a sampled client falls silent between the gradient phase and its report.
+        seed: The seed of everything random.
+    """
+
+    task: Task
+    algorithm: Combination
+    local: LocalTraining
+    per_round: int
+    by_examples: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+
+    def sample(self, round_index: int) -> list[int]:
+        """Return this round's clients, in ascending order: uniform, without replacement, in O(|S|) time."""
+        clients = len(self.task.clients)
+        if self.per_round == clients:
+            return list(range(clients))
+        stream = numpy_stream(self.seed, Purpose.SAMPLE_CLIENTS, round_index)
+        return sorted(int(i) for i in stream.choice(clients, self.per_round, replace=False, shuffle=False))
+
+    def silent(self, round_index: int, client: int) -> bool:
+        """Return whether this client drops out of this round after the gradient phase."""
+        if not self.dropout:
+            return False
+        return bool(numpy_stream(self.seed, Purpose.DROPOUT_OF_CLIENTS, round_index, client).random() < self.dropout)
+
+    def weight(self, client: int) -> float:
+        """Return the client's weight before normalisation."""
+        return float(len(self.task.client(client))) if self.by_examples else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What has been spent since round 0."""
+
+    communication_rounds: int = 0
+    local_updates: int = 0
+    examples: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerState:
+    """Everything a run carries from round to round."""
+
+    point: Point
+    round: int = 0
+    memory: Memory = field(default_factory=dict)
+    """The server rule's."""
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    """The server's vector of each keeping algorithm, float64."""
+    kept: Mapping[str, dict[int, Tensor]] = field(default_factory=dict)
+    """The clients' vectors of each keeping algorithm; only clients that were seen have one."""
+    totals: Totals = field(default_factory=Totals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFacts:
+    """What a round was like."""
+
+    lr: float
+    beta: float
+    local_loss: float | None
+    sampled: int
+    reported: int
+
+
+def gather_gradients(
+    federation: Federation, engine: Engine, state: ServerState, clients: Sequence[int], known: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return g_i of every client that answers, taking those already known at this point as they are."""
+    gradients = dict(known)
+    missing = [client for client in clients if client not in gradients]
+    limit = federation.local.gradient_examples
+    for client, reply in engine.gradients(state.point, missing, round_index=state.round, limit=limit):
+        if not math.isfinite(reply.loss) or not bool(torch.isfinite(reply.gradient).all()):
+            raise _diverged("gradient", state.round, client, federation)
+        gradients[client] = reply.gradient.to("cpu", copy=True)
+    return {client: gradients[client] for client in clients if client in gradients}
+
+
+def _diverged(what: str, round_index: int, client: int | None, federation: Federation) -> DivergedError:
+    where = "on the server" if client is None else f"at client {client}"
+    lr = value_at(federation.local.lr, round_index)
+    return DivergedError(
+        f"the {what} became NaN or infinite in round {round_index + 1} {where} (local.lr = {lr:g}); "
+        "lower local.lr or algorithm.beta, or set local.clip_norm"
+    )
+
+
+class _Tally:
+    """Sums the replies in client order, in float64, and counts what was spent."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.update = torch.zeros(state.point.x.shape, dtype=torch.float64)
+        self.floats = torch.zeros(state.point.floats.shape, dtype=torch.float64)
+        self.ints = state.point.ints
+        self.kept_change: dict[str, Tensor] = {}
+        self.kept: dict[str, dict[int, Tensor]] = {}
+        self.weight = 0.0
+        self.loss = 0.0
+        self.reported = 0
+        self.steps = 0
+        self.examples = 0
+
+    def add(self, reply: ClientUpdate, weight: float) -> None:
+        self.update.add_(reply.update.cpu(), alpha=weight)
+        self.floats.add_(reply.floats, alpha=weight)
+        if not self.reported:
+            self.ints = reply.ints.clone()
+        self.weight += weight
+        self.loss += weight * reply.loss
+        self.reported += 1
+        self.steps += reply.steps
+        self.examples += reply.examples
+
+    def add_kept(self, label: str, client: int, old: Tensor, new: Tensor, weight: float) -> None:
+        self.kept.setdefault(label, {})[client] = new
+        change = self.kept_change.setdefault(label, torch.zeros(new.shape, dtype=torch.float64))
+        change.add_(new - old, alpha=weight)
+
+
+class _Round:
+    """The working memory of one round."""
+
+    def __init__(self, federation: Federation, state: ServerState) -> None:
+        self.federation, self.state = federation, state
+        self.algorithm = federation.algorithm.at(state.round)
+        self.lr = value_at(federation.local.lr, state.round)
+        self.clients = federation.sample(state.round)
+        self.weights = {client: federation.weight(client) for client in self.clients}
+        self.total_weight = sum(self.weights.values())
+        self.gradients: dict[int, Tensor] = {}
+        self.mean_gradient: Tensor | None = None
+        self.zero = torch.zeros_like(state.point.x)
+        self.shared = {name: vector.to(self.zero.dtype) for name, vector in state.shared.items()}
+
+    def gradient_phase(self, engine: Engine, known: Mapping[int, Tensor]) -> None:
+        """Gather g_i and ḡ; clients that do not answer leave the round."""
+        self.gradients = gather_gradients(self.federation, engine, self.state, self.clients, known)
+        self.clients = list(self.gradients)
+        weights = [self.weights[client] for client in self.clients]
+        self.total_weight = sum(weights)
+        mean = weighted_mean(list(self.gradients.values()), weights)
+        self.mean_gradient = mean.to(self.state.point.x.dtype)
+
+    def view(self, client: int, label: str) -> ClientView:
+        """Return what the named algorithm sees of this client."""
+        return ClientView(
+            x=self.state.point.x,
+            lr=self.lr,
+            weight=self.weights[client] / self.total_weight,
+            participants=len(self.clients),
+            gradient=self.gradients.get(client),
+            mean_gradient=self.mean_gradient,
+            kept=self.state.kept.get(label, {}).get(client, self.zero),
+            shared=self.shared.get(label, self.zero),
+        )
+
+    def plans(self) -> Iterator[tuple[int, Plan]]:
+        """Yield the plans of the clients that do not fall silent, one at a time."""
+        for client in self.clients:
+            if not self.federation.silent(self.state.round, client):
+                views = {part.label: self.view(client, part.label) for part in self.algorithm.parts}
+                yield client, self.algorithm.plan(views)
+
+    def train_phase(self, engine: Engine) -> _Tally:
+        """Let the clients train and add up what they report."""
+        tally = _Tally(self.state)
+        for client, reply in engine.train(self.state.point, self.plans(), round_index=self.state.round, lr=self.lr):
+            if not math.isfinite(reply.loss) or not bool(torch.isfinite(reply.update).all()):
+                raise _diverged("loss", self.state.round, client, self.federation)
+            weight = self.weights[client]
+            tally.add(reply, weight)
+            for part in self.algorithm.keepers:
+                view = self.view(client, part.label)
+                old = view.memory()[0]
+                tally.add_kept(part.label, client, old, part.keep(view, reply.update.cpu(), reply.travel), weight)
+        return tally
+
+    def spent(self, tally: _Tally) -> Totals:
+        """Return the totals after this round."""
+        phases = 2 if self.algorithm.needs_gradients else 1
+        point, vector = self.state.point.nbytes, self.zero.numel() * self.zero.element_size()
+        extra = sum(part.extra_vectors for part in self.algorithm.parts) * vector
+        gradient = vector if phases == 2 else 0
+        before = self.state.totals
+        # Down: x and the buffers, ḡ after the gradient phase, the keepers' s.
+        # Up: Δ_i and the buffers, g_i in the gradient phase, the keepers' k_i⁺ − k_i.
+        return Totals(
+            communication_rounds=before.communication_rounds + phases,
+            local_updates=before.local_updates + tally.steps,
+            examples=before.examples + tally.examples,
+            bytes_down=before.bytes_down + len(self.clients) * (point + gradient + extra),
+            bytes_up=before.bytes_up + len(self.clients) * gradient + tally.reported * (point + extra),
+        )
+
+    def close(self, tally: _Tally) -> ServerState:
+        """Take the server's step."""
+        state, total = self.state, len(self.federation.task.clients)
+        after = replace(state, round=state.round + 1, totals=self.spent(tally))
+        if not tally.reported:
+            return after
+        shared = dict(state.shared)
+        for label, change in tally.kept_change.items():
+            before = shared.get(label, torch.zeros_like(change))
+            shared[label] = before + (tally.reported / total) * (change / tally.weight)
+        update = tally.update / tally.weight
+        for part in self.algorithm.parts:
+            update = part.steer(update, shared.get(part.label), tally.reported)
+        x, memory = self.algorithm.server.step(state.point.x.double(), update, state.memory)
+        x = x.to(state.point.x.dtype)
+        if not bool(torch.isfinite(x).all()):
+            raise _diverged("model", state.round, None, self.federation)
+        floats = (tally.floats / tally.weight).to(state.point.floats.dtype)
+        # New dictionaries, so that the state before the round stays whole if anything after this goes wrong.
+        kept = {label: {**state.kept.get(label, {}), **new} for label, new in tally.kept.items()}
+        return replace(after, point=Point(x, floats, tally.ints), memory=memory, shared=shared, kept=kept)
+
+
+def play_round(
+    federation: Federation, engine: Engine, state: ServerState, known_gradients: Mapping[int, Tensor] | None = None
+) -> tuple[ServerState, RoundFacts]:
+    """Play one round and return the state after it.
+
+    Args:
+        federation: What stays the same over all rounds.
+        engine: The machine that does the clients' work.
+        state: The state before the round; left as it is.
+        known_gradients: Clients' gradients at exactly this point, when someone measured them already.
+    """
+    play = _Round(federation, state)
+    if play.algorithm.needs_gradients:
+        play.gradient_phase(engine, known_gradients or {})
+    tally = play.train_phase(engine)
+    loss = tally.loss / tally.weight if tally.reported else None
+    facts = RoundFacts(
+        lr=play.lr,
+        beta=play.algorithm.beta,
+        local_loss=loss,
+        sampled=len(play.weights),
+        reported=tally.reported,
+    )
+    return play.close(tally), facts
+
+
+def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
+    """Return the fixed clients on which alignment and training loss are measured: all, or 0 and a seeded choice."""
+    if limit >= clients:
+        return list(range(clients))
+    others = numpy_stream(seed, Purpose.PROBE).choice(clients - 1, limit - 1, replace=False, shuffle=False)
+    return [0, *sorted(int(i) + 1 for i in np.atleast_1d(others))]

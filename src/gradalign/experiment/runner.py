@@ -1,0 +1,231 @@
+"""The round loop: play, measure, write down, keep a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gradalign._version import __version__
+from gradalign.alignment import alignment_of
+from gradalign.engines import Engine
+from gradalign.errors import DivergedError
+from gradalign.experiment.rounds import (
+    Federation,
+    RoundFacts,
+    ServerState,
+    play_round,
+    probe_clients,
+)
+from gradalign.experiment.store import MODEL, RunFolder, read_metrics
+from gradalign.flat import FlatModel
+
+CHECKPOINT_SECONDS = 10.0
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What is measured and how often, in rounds; 0 is never, None picks a spacing. The last round is always measured.
+
+    Attributes:
+        test_every: Test loss and accuracy (None: about fifty points).
+        train_every: Training loss and accuracy, r(x), drift and cosine, all from one gradient pass over some clients
+            at the server's point (None: about twenty points).
+        train_clients: How many clients that pass visits: client 0 and others, the same in all rounds.
+        target_accuracy: The test accuracy for "communication rounds to a target".
+    """
+
+    test_every: int | None = None
+    train_every: int | None = None
+    train_clients: int = 50
+    target_accuracy: float | None = None
+
+    def due(self, every: int | None, points: int, round_index: int, rounds: int) -> bool:
+        """Return whether something measured at this spacing is due after this many rounds."""
+        every = max(1, rounds // points) if every is None else every
+        return every > 0 and (round_index % every == 0 or round_index == rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run gives back.
+
+    Attributes:
+        history: The metrics as columns, one entry per round from 0; None where a round was not measured.
+        summary: The numbers of the end, the same as in summary.json.
+        model: The final model, in evaluation mode.
+        folder: The run folder, when there is one.
+    """
+
+    history: dict[str, list[Any]]
+    summary: dict[str, Any]
+    model: nn.Module
+    folder: Path | None
+
+
+def _measured(
+    state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine
+) -> tuple[Row, dict[int, Tensor]]:
+    """Measure what is due at this point; also return the clients' gradients where they were taken."""
+    row: Row = dict.fromkeys(
+        ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
+    )
+    gradients: dict[int, Tensor] = {}
+    if measure.due(measure.test_every, 50, state.round, rounds):
+        score = engine.evaluate(state.point)
+        if score is not None:
+            row["test_loss"] = score.loss / score.examples
+            row["test_accuracy"] = None if score.correct is None else score.correct / score.examples
+    if measure.due(measure.train_every, 20, state.round, rounds):
+        clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
+        losses: list[float] = []
+        accuracies: list[float | None] = []
+        for client, reply in engine.gradients(state.point, clients, round_index=state.round):
+            gradients[client] = reply.gradient.to("cpu", copy=True)
+            losses.append(reply.loss)
+            accuracies.append(reply.accuracy)
+        weights = [federation.weight(client) for client in clients]
+        row["train_loss"] = _mean(losses, weights)
+        known = [accuracy for accuracy in accuracies if accuracy is not None]
+        row["train_accuracy"] = _mean(known, weights) if len(known) == len(weights) else None
+        found = alignment_of(list(gradients.values()), weights)
+        row |= {"r": found.r, "drift": found.drift, "drift_ratio": found.drift_ratio, "cosine": found.cosine}
+    bad = [name for name, value in row.items() if value is not None and not math.isfinite(value)]
+    if bad:
+        raise DivergedError(
+            f"{bad[0]} became NaN or infinite after round {state.round}; lower local.lr or algorithm.beta, "
+            "or set local.clip_norm"
+        )
+    return row, gradients
+
+
+def _mean(values: list[float], weights: list[float]) -> float:
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+
+
+def _row(state: ServerState, facts: RoundFacts | None, measured: Row, seconds: float) -> Row:
+    row: Row = {"round": state.round, **asdict(state.totals), **measured}
+    names = [field.name for field in fields(RoundFacts)]
+    row |= {name: getattr(facts, name) if facts else None for name in names}
+    return row | {"seconds": round(seconds, 3)}
+
+
+def _columns(rows: list[Row]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
+
+def summarise(rows: list[Row], federation: Federation, measure: Measure) -> dict[str, Any]:
+    """Return the numbers of a finished run."""
+    tested = [row for row in rows if row["test_accuracy"] is not None]
+    aligned = [row for row in rows if row["r"] is not None]
+    best = max(tested, key=lambda row: row["test_accuracy"], default=None)
+    last = rows[-1]
+    summary: dict[str, Any] = {
+        "algorithm": federation.algorithm.label,
+        "seed": federation.seed,
+        "rounds": last["round"],
+        "final_test_accuracy": tested[-1]["test_accuracy"] if tested else None,
+        "best_test_accuracy": best["test_accuracy"] if best else None,
+        "best_round": best["round"] if best else None,
+        "final_test_loss": next((row["test_loss"] for row in reversed(rows) if row["test_loss"] is not None), None),
+        "final_train_loss": next((row["train_loss"] for row in reversed(rows) if row["train_loss"] is not None), None),
+        "final_r": aligned[-1]["r"] if aligned else None,
+        "target_accuracy": measure.target_accuracy,
+        "communication_rounds_to_target": rounds_to(rows, measure.target_accuracy),
+    }
+    totals = ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds")
+    summary |= {name: last[name] for name in totals}
+    return summary | {"task": federation.task.describe(), "versions": versions()}
+
+
+def rounds_to(rows: list[Row], target: float | None) -> int | None:
+    """Return the communication rounds after which the test accuracy first reached the target."""
+    if target is None:
+        return None
+    reached = (
+        r["communication_rounds"] for r in rows if r["test_accuracy"] is not None and r["test_accuracy"] >= target
+    )
+    return next(reached, None)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that made a result."""
+    return {"gradalign": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _initial(federation: Federation) -> ServerState:
+    return ServerState(point=FlatModel(federation.task.make_model(federation.seed)).read())
+
+
+def execute(
+    federation: Federation,
+    engine: Engine,
+    *,
+    rounds: int,
+    measure: Measure,
+    folder: RunFolder | None = None,
+    on_row: Callable[[Row], None] | None = None,
+) -> Result:
+    """Run all rounds, or the ones a folder's checkpoint leaves to do."""
+    if folder is not None and folder.summary is not None:
+        return _finished(federation, folder)
+    restored = folder.restore() if folder is not None else None
+    state, spent = restored or (_initial(federation), 0.0)
+    rows: list[Row] = read_metrics(folder.path) if folder is not None else []
+    began = time.monotonic() - spent
+    saved = time.monotonic()
+    known: dict[int, Tensor] = {}
+
+    def note(state: ServerState, facts: RoundFacts | None) -> None:
+        nonlocal known
+        measured, known = _measured(state, federation, measure, rounds, engine)
+        rows.append(_row(state, facts, measured, time.monotonic() - began))
+        if folder is not None:
+            folder.append(rows[-1])
+        if on_row is not None:
+            on_row(rows[-1])
+
+    if restored is None:
+        note(state, None)
+    try:
+        while state.round < rounds:
+            # The measuring pass sees whole clients; it stands in for the gradient phase when that does too.
+            reusable = known if federation.local.gradient_examples is None else {}
+            after, facts = play_round(federation, engine, state, reusable)
+            note(after, facts)
+            state = after
+            if folder is not None and time.monotonic() - saved > CHECKPOINT_SECONDS:
+                folder.save_checkpoint(state, time.monotonic() - began)
+                saved = time.monotonic()
+    except (DivergedError, KeyboardInterrupt):
+        if folder is not None:
+            folder.save_checkpoint(state, time.monotonic() - began)
+        raise
+    summary = summarise(rows, federation, measure)
+    model = _model(federation, state)
+    if folder is not None:
+        folder.finish(model.state_dict(), summary)
+    return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
+
+
+def _model(federation: Federation, state: ServerState) -> nn.Module:
+    model = federation.task.make_model(federation.seed)
+    FlatModel(model).load(state.point)
+    return model.eval()
+
+
+def _finished(federation: Federation, folder: RunFolder) -> Result:
+    """Return the result of a run that is complete already."""
+    model = federation.task.make_model(federation.seed)
+    model.load_state_dict(load_file(folder.path / MODEL))
+    rows = read_metrics(folder.path)
+    return Result(history=_columns(rows), summary=folder.summary or {}, model=model.eval(), folder=folder.path)

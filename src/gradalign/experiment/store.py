@@ -1,0 +1,253 @@
+"""The run folder: spec, metrics, checkpoint, summary and model, each written so that a crash harms nothing.
+
+Files are written beside their place, synced and renamed. The checkpoint is one safetensors file whose header carries
+the counters as JSON, so it is whole or it is the one before. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import tomli_w
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gradalign.errors import GradalignError
+from gradalign.experiment.rounds import ServerState, Totals
+from gradalign.flat import Point
+
+SPEC, METRICS, CHECKPOINT = "spec.toml", "metrics.jsonl", "checkpoint.safetensors"
+SUMMARY, MODEL, LOCK = "summary.json", "model.safetensors", ".lock"
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON atomically."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(path, lambda file: _put(file, text))
+
+
+def _put(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that this library wrote."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GradalignError(f"{path} cannot be read: {error}") from None
+
+
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the dotted names of the fields in which two specs differ, with both values."""
+    found: list[str] = []
+    for key in sorted(set(old) | set(new)):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differing_fields(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key} ({_shown(a)} there, {_shown(b)} now)")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)
+
+
+class RunFolder:
+    """One run's folder, locked against a second writer while it is open."""
+
+    def __init__(self, path: Path, spec: Mapping[str, Any], *, resume: bool) -> None:
+        self.path, self.spec = path, spec
+        self._metrics: IO[str] | None = None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GradalignError(f"cannot use {path} as a run folder: {error.strerror or error}") from None
+        self._lock = self._take_lock()
+        try:
+            self._check(resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_lock(self) -> IO[str] | None:
+        try:
+            import fcntl
+        except ImportError:  # not a Unix: nothing to lock with
+            return None
+        lock = (self.path / LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise GradalignError(f"another process is writing to {self.path}") from None
+        return lock
+
+    def _check(self, resume: bool) -> None:
+        spec_path = self.path / SPEC
+        if spec_path.exists():
+            if not resume:
+                raise GradalignError(
+                    f"{self.path} already holds a run; add --resume to continue it, or choose another --out"
+                )
+            differing = differing_fields(read_spec(self.path), _as_toml(self.spec))
+            if differing:
+                raise GradalignError(f"{self.path} holds a run with other settings: {'; '.join(differing)}")
+            return
+        strangers = [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]
+        if strangers:
+            raise GradalignError(
+                f"{self.path} is not a run folder and not empty (it has {strangers[0]}); choose another --out"
+            )
+        write_atomically(spec_path, lambda file: _put(file, tomli_w.dumps(dict(self.spec))))
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The summary, when the run is complete."""
+        path = self.path / SUMMARY
+        return read_json(path) if path.exists() else None
+
+    def restore(self) -> tuple[ServerState, float] | None:
+        """Return the checkpoint's state and its elapsed seconds; cut the metrics back to it."""
+        path = self.path / CHECKPOINT
+        found = load_checkpoint(path) if path.exists() else None
+        rows = read_metrics(self.path) if (self.path / METRICS).exists() else []
+        last = found[0].round if found else -1
+        lines = "".join(_line(row) for row in rows if row["round"] <= last)
+        write_atomically(self.path / METRICS, lambda file: _put(file, lines))
+        return found
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row to the metrics, visible to other processes at once."""
+        if self._metrics is None:
+            self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
+        self._metrics.write(_line(row))
+        self._metrics.flush()
+
+    def save_checkpoint(self, state: ServerState, seconds: float) -> None:
+        """Make this state the one that --resume continues from."""
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
+        write_atomically(self.path / CHECKPOINT, lambda file: _write_checkpoint(file, state, seconds))
+
+    def finish(self, model: Mapping[str, Tensor], summary: Mapping[str, Any]) -> None:
+        """Write the model, then the summary, whose presence says that the run is complete."""
+        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.items()}
+        write_atomically(self.path / MODEL, lambda file: save_file(tensors, file))
+        write_json(self.path / SUMMARY, summary)
+        (self.path / CHECKPOINT).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the files and let go of the lock."""
+        for file in (self._metrics, self._lock):
+            if file is not None:
+                file.close()
+        self._metrics = self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _as_toml(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return tomllib.loads(tomli_w.dumps(dict(spec)))
+
+
+def read_spec(folder: Path) -> dict[str, Any]:
+    """Read a run folder's spec."""
+    try:
+        return tomllib.loads((folder / SPEC).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise GradalignError(f"{folder} is not a run folder: it has no {SPEC}") from None
+    except (OSError, ValueError) as error:
+        raise GradalignError(f"{folder / SPEC} cannot be read: {error}") from None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read the whole rows of a run's metrics; a last line cut short by a crash is left out."""
+    rows: list[dict[str, Any]] = []
+    try:
+        lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GradalignError(f"{folder / METRICS} cannot be read: {error}") from None
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+            row["round"]
+        except (ValueError, KeyError, TypeError):
+            raise GradalignError(f"{folder / METRICS}, line {number}, is not a row of metrics") from None
+        rows.append(row)
+    return rows
+
+
+def _write_checkpoint(file: Path, state: ServerState, seconds: float) -> None:
+    tensors = {"x": state.point.x, "floats": state.point.floats, "ints": state.point.ints}
+    tensors |= {f"memory.{name}": vector for name, vector in state.memory.items()}
+    tensors |= {f"shared.{name}": vector for name, vector in state.shared.items()}
+    for name, kept in state.kept.items():
+        clients = sorted(kept)
+        tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
+        tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
+    counters = {"round": state.round, "seconds": seconds, "totals": asdict(state.totals)}
+    save_file(tensors, file, metadata={"gradalign": json.dumps(counters)})
+
+
+def load_checkpoint(path: Path) -> tuple[ServerState, float]:
+    """Read a checkpoint: the state and the seconds spent until then."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            counters = json.loads(file.metadata()["gradalign"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise GradalignError(f"{path} is not a checkpoint of this library: {error}") from None
+
+    def group(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+    vectors = group("kept.")
+    kept = {
+        name: {int(client): vectors[name][row].clone() for row, client in enumerate(clients)}
+        for name, clients in group("clients.").items()
+    }
+    state = ServerState(
+        point=Point(tensors["x"], tensors["floats"], tensors["ints"]),
+        round=int(counters["round"]),
+        memory=group("memory."),
+        shared=group("shared."),
+        kept=kept,
+        totals=Totals(**counters["totals"]),
+    )
+    return state, float(counters["seconds"])

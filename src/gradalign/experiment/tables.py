@@ -1,0 +1,168 @@
+"""What the command line prints: summaries, comparisons, tasks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradalign.errors import GradalignError
+from gradalign.experiment.build import TASKS
+from gradalign.experiment.compare import CURVES
+from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, read_json, read_metrics, read_spec
+
+
+def _percent(spread: Mapping[str, float] | None) -> str:
+    return "–" if spread is None else f"{100 * spread['mean']:.2f} ± {100 * spread['std']:.2f}"
+
+
+def _number(value: float | None, form: str = ".4g") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _bytes(count: int) -> str:
+    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
+
+
+def _data_line(task: Mapping[str, Any] | None) -> str:
+    if not task:
+        return ""
+    words = [f"{task['clients']} clients"]
+    if "train_examples" in task:
+        words.append(f"{task['train_examples']:,} training examples")
+    words.append(f"{task['test_examples']:,} test examples")
+    known = ("name", "clients", "train_examples", "test_examples", "examples_per_client")
+    words += [str(value) for key, value in task.items() if key not in known]
+    return f"{task['name']}: " + ", ".join(words)
+
+
+def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print one run's summary."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    final, best = summary["final_test_accuracy"], summary["best_test_accuracy"]
+    communication, updates = summary["communication_rounds"], summary["local_updates"]
+    rows = [
+        ("algorithm", f"{summary['algorithm']}, seed {summary['seed']}"),
+        ("data", _data_line(summary["task"])),
+        ("test accuracy", "–" if final is None else f"{final:.2%} (best {best:.2%}, round {summary['best_round']})"),
+        ("test loss", _number(summary["final_test_loss"])),
+        ("training loss", _number(summary["final_train_loss"])),
+        ("r(x)", _number(summary["final_r"])),
+        ("rounds", f"{summary['rounds']} ({communication} of communication, {updates:,} local updates)"),
+        ("sent", f"{_bytes(summary['bytes_down'])} down, {_bytes(summary['bytes_up'])} up"),
+        ("time", f"{summary['seconds']:.1f} s"),
+        ("folder", str(folder)),
+    ]
+    for name, text in rows:
+        table.add_row(f"[bold]{name}[/bold]", escape(text))
+    console.print(table)
+
+
+def _target_cell(entry: Mapping[str, Any]) -> str:
+    spread, runs = entry["communication_rounds_to_target"], len(entry["runs"])
+    if spread is None:
+        return "not reached"
+    partly = f" ({entry['reached_target']} of {runs})" if entry["reached_target"] < runs else ""
+    return f"{spread['mean']:.1f} ± {spread['std']:.1f}{partly}"
+
+
+def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print a comparison's table."""
+    target = summary["target_accuracy"]
+    table = Table(title=f"{escape(summary['name'])}, {len(summary['seeds'])} seeds, {summary['rounds']} rounds")
+    table.add_column("algorithm", style="bold")
+    table.add_column("best test accuracy, %", justify="right")
+    table.add_column("final test accuracy, %", justify="right")
+    table.add_column("communication rounds" + (f" to {100 * target:.4g} %" if target else ""), justify="right")
+    table.add_column("final r(x)", justify="right")
+    for entry in summary["algorithms"]:
+        failed = sum(run["failure"] is not None for run in entry["runs"])
+        name = escape(entry["name"]) + (f" ({failed} of {len(entry['runs'])} diverged)" if failed else "")
+        r = entry["final_r"]
+        table.add_row(
+            name,
+            _percent(entry["best_test_accuracy"]),
+            _percent(entry["final_test_accuracy"]),
+            _target_cell(entry),
+            "–" if r is None else f"{r['mean']:.3g} ± {r['std']:.2g}",
+        )
+    console.print(table)
+    if summary["task"]:
+        console.print(escape(_data_line(summary["task"])), soft_wrap=True)
+    console.print(
+        "mean ± standard deviation over the seeds; a round with a gradient phase counts as two", soft_wrap=True
+    )
+    console.print(f"curves: {escape(str(folder / CURVES))}", soft_wrap=True)
+    console.print(f"summary: {escape(str(folder / SUMMARY))}", soft_wrap=True)
+
+
+def describe_tasks() -> list[dict[str, Any]]:
+    """Return what can be trained: name, description, settings with their defaults."""
+    found = []
+    for name, make in TASKS.items():
+        parameters = inspect.signature(make).parameters
+        settings = {key: p.default for key, p in parameters.items() if key != "seed"}
+        lines = (inspect.getmodule(make).__doc__ or "").strip().splitlines()
+        found.append({"name": name, "description": lines[0] if lines else "", "settings": settings})
+    return found
+
+
+def print_tasks(console: Console, tasks: list[dict[str, Any]], recipes: list[str]) -> None:
+    """Print what can be trained."""
+    table = Table("task", "what it is", "settings of [task] and their defaults")
+    for task in tasks:
+        settings = "\n".join(f"{key} = {value!r}" for key, value in task["settings"].items())
+        table.add_row(f"[bold]{task['name']}[/bold]", escape(task["description"]), escape(settings))
+    console.print(table)
+    console.print(
+        'your own: [bold]task.name = "package.module:function"[/bold], a function that returns a gradalign.Task'
+    )
+    console.print(f"recipes: {', '.join(recipes)}", soft_wrap=True)
+
+
+def load_shown(folder: Path) -> dict[str, Any]:
+    """Read what ``gradalign show`` shows of a folder."""
+    if not folder.is_dir():
+        raise GradalignError(f"there is no folder {folder}")
+    if (folder / SPEC).exists():
+        rows = read_metrics(folder) if (folder / METRICS).exists() else []
+        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
+        return {
+            "kind": "run",
+            "spec": read_spec(folder),
+            "complete": summary is not None,
+            "checkpoint": (folder / CHECKPOINT).exists(),
+            "last_row": rows[-1] if rows else None,
+            "summary": summary,
+        }
+    if (folder / SUMMARY).exists():
+        return {"kind": "comparison", "complete": True, "summary": read_json(folder / SUMMARY)}
+    raise GradalignError(
+        f"{folder} is neither a run folder nor a finished comparison: it has no {SPEC} and no {SUMMARY}"
+    )
+
+
+def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
+    """Print what ``gradalign show`` found."""
+    try:
+        if shown["kind"] == "comparison":
+            print_comparison(console, shown["summary"], folder)
+            return
+        console.print(escape((folder / SPEC).read_text(encoding="utf-8")), soft_wrap=True)
+        if shown["complete"]:
+            print_summary(console, shown["summary"], folder)
+        else:
+            done = shown["last_row"]["round"] if shown["last_row"] else 0
+            console.print(
+                f"not complete: {done} of {shown['spec']['rounds']} rounds written; continue it with --resume"
+            )
+    except (KeyError, TypeError) as error:
+        raise GradalignError(f"{folder / SUMMARY} is not a summary of this library: {error} is missing") from None
