@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradalign.algorithms import Plan
 from gradalign.errors import GradalignError
 from gradalign.flat import FlatModel, Point
+from gradalign.plan import Plan
 from gradalign.schedule import Schedule, require
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.data import Examples

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, Self
 
-from gradalign.algorithms import Plan
 from gradalign.flat import Point
 from gradalign.local import ClientGradient, ClientUpdate, Score
+from gradalign.plan import Plan
 
 
 class Engine(Protocol):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradalign.algorithms import Plan
 from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
 from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, Score
+from gradalign.plan import Plan
 
 EVALUATION_CHUNK = 1000
 

@@ -9,13 +9,13 @@ from typing import Self
 
 import torch
 
-from gradalign.algorithms import Plan
 from gradalign.engines import Engine
 from gradalign.engines.jobs import evaluation_rows, run_for_client
 from gradalign.engines.pool import PoolEngine
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
 from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.plan import Plan
 from gradalign.tasks.task import Task
 
 

@@ -22,7 +22,6 @@ from typing import Any, Self
 import torch
 import torch.multiprocessing
 
-from gradalign.algorithms import Plan
 from gradalign.engines.jobs import (
     Desk,
     EvaluationJob,
@@ -36,6 +35,7 @@ from gradalign.engines.jobs import (
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
 from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.plan import Plan
 from gradalign.tasks.task import Task
 
 ATTEMPTS = 3

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from gradalign.algorithms import Algorithm, Combination, combine
 from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation, make_federation
@@ -20,6 +19,7 @@ from gradalign.experiment.runner import Measure, Result, Row, execute
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import RunFolder
 from gradalign.local import LocalTraining
+from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
 from gradalign.tasks.task import Task
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gradalign import algorithms, server
-from gradalign.algorithms import Algorithm, Combination, combine
 from gradalign.errors import GradalignError
 from gradalign.experiment.rounds import Federation
 from gradalign.experiment.spec import AlgorithmSpec, LocalSpec, ScheduleSpec, ServerSpec, Spec
 from gradalign.local import LocalTraining
+from gradalign.plan import Algorithm, Combination, combine
 from gradalign.schedule import Cosine, OffUntil, Schedule, Steps, Warmup
 from gradalign.server import ServerRule
 from gradalign.tasks.digits import digits

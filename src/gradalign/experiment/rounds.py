@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradalign.algorithms import ClientView, Combination, Plan
 from gradalign.alignment import weighted_mean
 from gradalign.engines import Engine
 from gradalign.errors import DivergedError
 from gradalign.flat import Point
 from gradalign.local import ClientUpdate, LocalTraining
+from gradalign.plan import ClientView, Combination, Plan
 from gradalign.schedule import value_at
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server import Memory
