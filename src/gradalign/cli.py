@@ -34,6 +34,10 @@ Workers = Annotated[
     int | None,
     typer.Option("--workers", min=0, help="Worker processes (default: one per core; 0: none). Never changes results."),
 ]
+Checkpoint = Annotated[
+    float,
+    typer.Option("--checkpoint-seconds", min=0, help="Keep a checkpoint at most this often; 0 after every round."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -88,18 +92,20 @@ def run(
     out: Out = None,
     resume: Resume = False,
     workers: Workers = None,
+    checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Run one experiment."""
     with plain_errors("continue with the same command and --resume"):
-        from gradalign.experiment.api import run_spec
+        from gradalign.experiment.api import Where, run_spec
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_summary
 
         spec = load_recipe(recipe, settings or (), seed).spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
-        result = run_spec(spec, workers=workers, out=folder, resume=resume)
+        where = Where(workers=workers, out=folder, resume=resume, checkpoint_seconds=checkpoint_seconds)
+        result = run_spec(spec, where)
         if as_json:
             _print_json(result.summary | {"folder": str(folder)})
         else:
@@ -120,10 +126,12 @@ def compare(
     out: Out = None,
     resume: Resume = False,
     workers: Workers = None,
+    checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Compare algorithms over several seeds: a table, summary.json and the curves as a picture."""
     with plain_errors("continue with the same command and --resume"):
+        from gradalign.experiment.api import Where
         from gradalign.experiment.compare import plan_comparison, run_comparison, write_comparison
         from gradalign.experiment.progress import comparison_bar
         from gradalign.experiment.recipes import load_recipe, output_folder
@@ -137,7 +145,8 @@ def compare(
         folder = output_folder(out, name, resume=resume)
         planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
         with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
-            finished = run_comparison(planned, workers=workers, resume=resume, on_row=on_row)
+            where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds)
+            finished = run_comparison(planned, where, on_row=on_row)
         summary = write_comparison(folder, finished)
         if as_json:
             _print_json(summary | {"folder": str(folder)})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation, make_federation
 from gradalign.experiment.progress import round_bar
 from gradalign.experiment.rounds import Federation
-from gradalign.experiment.runner import Measure, Result, Row, execute
+from gradalign.experiment.runner import CHECKPOINT_SECONDS, Measure, Result, Row, execute
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import RunFolder
 from gradalign.local import LocalTraining
@@ -39,6 +40,7 @@ def run(
     device: torch.device | str = "cpu",
     out: str | Path | None = None,
     resume: bool = False,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool | None = None,
 ) -> Result:
     """Train a task with an algorithm and return the history and the final model.
@@ -57,6 +59,7 @@ def run(
         device: Where the model runs.
         out: A folder to write the run to; nothing is written when None.
         resume: Continue the run that ``out`` holds, if it holds one.
+        checkpoint_seconds: How much work a crash may cost: a checkpoint at most this often, 0 for every round.
         progress: Show a progress bar; None shows one in a terminal.
     """
     if rounds < 1:
@@ -66,24 +69,30 @@ def run(
         task, combine(algorithm), local, per_round=clients_per_round, weights=weights, dropout=dropout, seed=seed
     )
     spec = {"rounds": rounds, **describe(federation, measure)}
-    return _run(federation, spec, rounds, measure, workers, device, out, resume, progress)
+    where = Where(
+        workers=workers, device=device, out=out, resume=resume, checkpoint_seconds=checkpoint_seconds, progress=progress
+    )
+    return _run(federation, spec, rounds, measure, where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """On what machine and in what folder a run happens: all that cannot change its result. See ``run``."""
+
+    workers: int | None = None
+    device: torch.device | str = "cpu"
+    out: str | Path | None = None
+    resume: bool = False
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    progress: bool | None = None
 
 
 def run_spec(
-    spec: Spec,
-    *,
-    task: Task | None = None,
-    workers: int | None = None,
-    device: torch.device | str = "cpu",
-    out: str | Path | None = None,
-    resume: bool = False,
-    progress: bool | None = None,
-    on_row: Callable[[Row], None] | None = None,
+    spec: Spec, where: Where, *, task: Task | None = None, on_row: Callable[[Row], None] | None = None
 ) -> Result:
     """Run what a validated recipe describes; a task made already may be given."""
-    federation = build_federation(spec, task)
     measure = Measure(**spec.measure.model_dump())
-    return _run(federation, spec.to_dict(), spec.rounds, measure, workers, device, out, resume, progress, on_row)
+    return _run(build_federation(spec, task), spec.to_dict(), spec.rounds, measure, where, on_row)
 
 
 def _run(
@@ -91,32 +100,35 @@ def _run(
     spec: Mapping[str, Any],
     rounds: int,
     measure: Measure,
-    workers: int | None,
-    device: torch.device | str,
-    out: str | Path | None,
-    resume: bool,
-    progress: bool | None,
+    where: Where,
     on_row: Callable[[Row], None] | None = None,
 ) -> Result:
-    folder = None if out is None else RunFolder(Path(out), spec, resume=resume)
-    show = sys.stderr.isatty() if progress is None else progress
-    try:
-        with (
+    show = sys.stderr.isatty() if where.progress is None else where.progress
+    with ExitStack() as stack:
+        folder = None
+        if where.out is not None:
+            folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
+        engine = stack.enter_context(
             local_engine(
-                federation.task, federation.local, seed=federation.seed, workers=workers, device=device
-            ) as engine,
-            round_bar(federation.algorithm.label, rounds, show=show) as tick,
-        ):
+                federation.task, federation.local, seed=federation.seed, workers=where.workers, device=where.device
+            )
+        )
+        tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
 
-            def note(row: Row) -> None:
-                tick(row)
-                if on_row is not None:
-                    on_row(row)
+        def note(row: Row) -> None:
+            tick(row)
+            if on_row is not None:
+                on_row(row)
 
-            return execute(federation, engine, rounds=rounds, measure=measure, folder=folder, on_row=note)
-    finally:
-        if folder is not None:
-            folder.close()
+        return execute(
+            federation,
+            engine,
+            rounds=rounds,
+            measure=measure,
+            folder=folder,
+            checkpoint_seconds=where.checkpoint_seconds,
+            on_row=note,
+        )
 
 
 def describe(federation: Federation, measure: Measure) -> dict[str, Any]:

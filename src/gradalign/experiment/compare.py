@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gradalign.errors import DivergedError, GradalignError
-from gradalign.experiment.api import run_spec
+from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import build_algorithm, build_federation, build_task
 from gradalign.experiment.recipes import Recipe
 from gradalign.experiment.runner import Row, rounds_to, versions
@@ -70,18 +69,12 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
 
 def run_comparison(
     planned: Sequence[Planned],
+    where: Where,
     *,
-    workers: int | None = None,
-    resume: bool = False,
     on_row: Callable[[Planned, Row], None] | None = None,
 ) -> list[Finished]:
     """Run everything in turn; a run that diverges is recorded and the others go on."""
-
-    @lru_cache(maxsize=4)
-    def task(seed: int, name: str, options: str) -> Task:
-        spec = next(p.spec for p in planned if p.seed == seed and repr(p.spec.task) == options)
-        return build_task(name, seed=seed, options=spec.task.options())
-
+    made: dict[str, Task] = {}
     finished: list[Finished] = []
     for one in planned:
         failure, summary = None, {}
@@ -91,15 +84,12 @@ def run_comparison(
                 on_row(one, row)
 
         try:
-            result = run_spec(
-                one.spec,
-                task=task(one.seed, one.spec.task.name, repr(one.spec.task)),
-                workers=workers,
-                out=one.folder,
-                resume=resume,
-                progress=False,
-                on_row=note,
-            )
+            # Algorithms of one seed share the task: the same clients, read once.
+            key = repr((one.seed, one.spec.task))
+            if key not in made:
+                made[key] = build_task(one.spec.task.name, seed=one.seed, options=one.spec.task.options())
+            placed = replace(where, out=one.folder, progress=False)
+            result = run_spec(one.spec, placed, task=made[key], on_row=note)
             summary = result.summary
         except DivergedError as error:
             failure = str(error)
@@ -108,11 +98,11 @@ def run_comparison(
     return finished
 
 
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return mean and sample standard deviation."""
+def _spread(values: Sequence[float]) -> dict[str, float | None] | None:
+    """Return mean and sample standard deviation; one value alone has no deviation."""
     if not values:
         return None
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def _known(runs: Sequence[Finished], name: str) -> list[float]:

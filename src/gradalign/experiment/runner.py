@@ -173,6 +173,7 @@ def execute(
     rounds: int,
     measure: Measure,
     folder: RunFolder | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
     on_row: Callable[[Row], None] | None = None,
 ) -> Result:
     """Run all rounds, or the ones a folder's checkpoint leaves to do."""
@@ -203,7 +204,7 @@ def execute(
             after, facts = play_round(federation, engine, state, reusable)
             note(after, facts)
             state = after
-            if folder is not None and time.monotonic() - saved > CHECKPOINT_SECONDS:
+            if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
     except (DivergedError, KeyboardInterrupt):

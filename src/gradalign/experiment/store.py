@@ -32,7 +32,10 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         write(temporary)
+        temporary.chmod(mode)  # some writers make private files; a run folder is as open as the user's umask says
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -17,8 +17,16 @@ from gradalign.experiment.compare import CURVES
 from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, read_json, read_metrics, read_spec
 
 
-def _percent(spread: Mapping[str, float] | None) -> str:
-    return "–" if spread is None else f"{100 * spread['mean']:.2f} ± {100 * spread['std']:.2f}"
+def _percent(spread: Mapping[str, float | None] | None) -> str:
+    return _spread(spread, ".2f", 100.0)
+
+
+def _spread(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
+    """Return mean ± std; one seed alone has no deviation."""
+    if spread is None or spread["mean"] is None:
+        return "–"
+    mean = format(scale * spread["mean"], form)
+    return mean if spread["std"] is None else f"{mean} ± {format(scale * spread['std'], form)}"
 
 
 def _number(value: float | None, form: str = ".4g") -> str:
@@ -71,13 +79,17 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
     if spread is None:
         return "not reached"
     partly = f" ({entry['reached_target']} of {runs})" if entry["reached_target"] < runs else ""
-    return f"{spread['mean']:.1f} ± {spread['std']:.1f}{partly}"
+    return _spread(spread, ".1f") + partly
+
+
+def _seeds(summary: Mapping[str, Any]) -> str:
+    return f"{len(summary['seeds'])} seed" + ("s" if len(summary["seeds"]) > 1 else "")
 
 
 def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print a comparison's table."""
     target = summary["target_accuracy"]
-    table = Table(title=f"{escape(summary['name'])}, {len(summary['seeds'])} seeds, {summary['rounds']} rounds")
+    table = Table(title=f"{escape(summary['name'])}, {_seeds(summary)}, {summary['rounds']} rounds")
     table.add_column("algorithm", style="bold")
     table.add_column("best test accuracy, %", justify="right")
     table.add_column("final test accuracy, %", justify="right")
@@ -86,13 +98,12 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     for entry in summary["algorithms"]:
         failed = sum(run["failure"] is not None for run in entry["runs"])
         name = escape(entry["name"]) + (f" ({failed} of {len(entry['runs'])} diverged)" if failed else "")
-        r = entry["final_r"]
         table.add_row(
             name,
             _percent(entry["best_test_accuracy"]),
             _percent(entry["final_test_accuracy"]),
             _target_cell(entry),
-            "–" if r is None else f"{r['mean']:.3g} ± {r['std']:.2g}",
+            _spread(entry["final_r"], ".2g"),
         )
     console.print(table)
     if summary["task"]:
@@ -117,7 +128,7 @@ def describe_tasks() -> list[dict[str, Any]]:
 
 def print_tasks(console: Console, tasks: list[dict[str, Any]], recipes: list[str]) -> None:
     """Print what can be trained."""
-    table = Table("task", "what it is", "settings of [task] and their defaults")
+    table = Table("task", "what it is", "settings of \\[task] and their defaults")
     for task in tasks:
         settings = "\n".join(f"{key} = {value!r}" for key, value in task["settings"].items())
         table.add_row(f"[bold]{task['name']}[/bold]", escape(task["description"]), escape(settings))
