@@ -102,8 +102,8 @@ def _measured(
     bad = [name for name, value in row.items() if value is not None and not math.isfinite(value)]
     if bad:
         raise DivergedError(
-            f"{bad[0]} became NaN or infinite after round {state.round}; lower local.lr or algorithm.beta, "
-            "or set local.clip_norm"
+            f"the {bad[0].replace('_', ' ')} became NaN or infinite after round {state.round}; "
+            "lower local.lr or algorithm.beta, or set local.clip_norm"
         )
     return row, gradients
 
