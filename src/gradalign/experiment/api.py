@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradalign.engines import Engine
 from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation, make_federation
@@ -79,6 +80,7 @@ def run(
 class Where:
     """On what machine and in what folder a run happens: all that cannot change its result. See ``run``."""
 
+    engine: str = "local"
     workers: int | None = None
     device: torch.device | str = "cpu"
     out: str | Path | None = None
@@ -95,6 +97,15 @@ def run_spec(
     return _run(build_federation(spec, task), spec.to_dict(), spec.rounds, measure, where, on_row)
 
 
+def make_engine(federation: Federation, where: Where) -> Engine:
+    """Return the engine that ``where`` names, ready for this federation."""
+    if where.engine != "local":
+        raise GradalignError(f'the engine must be "local", got "{where.engine}"')
+    return local_engine(
+        federation.task, federation.local, seed=federation.seed, workers=where.workers, device=where.device
+    )
+
+
 def _run(
     federation: Federation,
     spec: Mapping[str, Any],
@@ -108,11 +119,7 @@ def _run(
         folder = None
         if where.out is not None:
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
-        engine = stack.enter_context(
-            local_engine(
-                federation.task, federation.local, seed=federation.seed, workers=where.workers, device=where.device
-            )
-        )
+        engine = stack.enter_context(make_engine(federation, where))
         tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
 
         def note(row: Row) -> None:
