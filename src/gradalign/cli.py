@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gradalign import theory_cli
 from gradalign._version import __version__
 from gradalign.errors import GradalignError
 
@@ -186,6 +187,9 @@ def show(
             _print_json(shown)
         else:
             print_shown(Console(), shown, folder)
+
+
+theory_cli.register(app)
 
 
 def main() -> None:

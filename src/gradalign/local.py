@@ -149,7 +149,8 @@ class LocalTrainer:
             return type(batch)(*placed) if hasattr(batch, "_fields") else type(batch)(placed)
         return batch
 
-    def _loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
+    def loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
+        """Return the loss of a batch at the model's present point, with its outputs and targets."""
         outputs, targets = self.task.predict(self.flat.module, self._place(batch))
         loss = self.task.loss(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim:
@@ -179,7 +180,7 @@ class LocalTrainer:
         with global_stream(self.seed, Purpose.GRADIENT, round_index, client):
             for rows in index.split(chunk):
                 share = len(rows) / len(index)
-                loss, outputs, targets = self._loss(examples.batch(rows))
+                loss, outputs, targets = self.loss(examples.batch(rows))
                 (loss * share).backward()
                 loss_sum += float(loss.detach()) * share
                 accuracy = self.task.accuracy(outputs, targets)
@@ -248,7 +249,7 @@ class LocalTrainer:
     def _direction(self, batch: Any, decay: float, constant: Tensor | None) -> Tensor:
         """Fill ``flat.gradient`` with ∇f(y; batch) + decay·y + constant and return the loss."""
         y, direction, clip = self.flat.vector, self.flat.gradient, self.local.clip_norm
-        loss = self._loss(batch)[0]
+        loss = self.loss(batch)[0]
         if clip is None:
             # Backward accumulates, so the affine part goes in first: one pass over the vector less.
             torch.mul(y, decay, out=direction)
@@ -271,7 +272,7 @@ class LocalTrainer:
         """Return the summed loss and number right over these examples, in evaluation mode."""
         self.flat.load(point)
         self.flat.module.eval()
-        loss, outputs, targets = self._loss(examples.batch(rows))
+        loss, outputs, targets = self.loss(examples.batch(rows))
         accuracy = self.task.accuracy(outputs, targets)
         return Score(
             loss=float(loss) * len(rows),
