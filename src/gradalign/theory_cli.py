@@ -36,10 +36,11 @@ def _print_json(data: Any) -> None:
     print(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _task(name: str, seed: int) -> Task:
+def _task(name: str, seed: int, settings: Sequence[str] = ()) -> Task:
     from gradalign.experiment.build import build_task
+    from gradalign.experiment.spec import parse_settings
 
-    return build_task(name, seed=seed)
+    return build_task(name, seed=seed, options=parse_settings(settings))
 
 
 def _mark(check: Check, text: str) -> str:
@@ -148,6 +149,10 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
 
 def diagnose(
     task: Annotated[str, typer.Argument(help="A task's name, or package.module:function.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the task, e.g. partition=iid; may be repeated."),
+    ] = None,
     as_json: AsJson = False,
     seed: Seed = 0,
     clients: Annotated[int, typer.Option("--clients", help="Measure at most this many clients.")] = 20,
@@ -163,7 +168,8 @@ def diagnose(
     with plain_errors():
         from gradalign.diagnose import diagnose as measure
 
-        found = measure(_task(task, seed), lr=lr, steps=steps, clients=clients, examples=examples, seed=seed)
+        made = _task(task, seed, settings or ())
+        found = measure(made, lr=lr, steps=steps, clients=clients, examples=examples, seed=seed)
         if as_json:
             _print_json(asdict(found))
         else:
