@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 import gradalign as ga
 from conftest import PointModel, Quadratics, blobs, final_point, quadratic_value, vector
 from gradalign.flat import FlatModel
-from gradalign.local import LocalTrainer, _shuffled_batches
+from gradalign.local import LocalTrainer, shuffled_batches
 from gradalign.plan import Plan
 from gradalign.seeding import Purpose, torch_stream
 
@@ -69,7 +69,7 @@ def test_lr_schedule_is_over_rounds():
 
 @pytest.mark.parametrize(("examples", "size"), [(10, 3), (9, 3), (5, 5), (1, 1)])
 def test_batches_without_replacement(examples, size):
-    batches = _shuffled_batches(examples, size, torch_stream(0, Purpose.SHUFFLE, 0, 0))
+    batches = shuffled_batches(examples, size, torch_stream(0, Purpose.SHUFFLE, 0, 0))
     for _ in range(3):
         seen: list[int] = []
         while len(seen) < examples:
@@ -86,7 +86,7 @@ def test_epochs_count_steps_like_a_data_loader():
 
 def test_shuffling_depends_on_seed_round_and_client_only():
     def first(*keys: int) -> list[int]:
-        return next(_shuffled_batches(50, 50, torch_stream(keys[0], Purpose.SHUFFLE, *keys[1:]))).tolist()
+        return next(shuffled_batches(50, 50, torch_stream(keys[0], Purpose.SHUFFLE, *keys[1:]))).tolist()
 
     assert first(0, 1, 2) == first(0, 1, 2)
     assert len({tuple(first(*keys)) for keys in [(0, 1, 2), (1, 1, 2), (0, 2, 2), (0, 1, 3), (0, 2, 1)]}) == 5

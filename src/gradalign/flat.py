@@ -48,25 +48,58 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 class FlatModel:
-    """Wraps a module in place; parameters with ``requires_grad=False`` keep out of the flat vector."""
+    """Wraps a module in place; parameters with ``requires_grad=False`` keep out of the flat vector.
 
-    def __init__(self, module: nn.Module) -> None:
+    Seen from outside, a flat vector always has the parameters one after the other in their usual order. With
+    ``channels_last`` the vectors *inside* (``vector``, ``gradient``) hold convolution weights with the input channels
+    innermost, as the faster kernels want them; ``inward`` and ``outward`` translate.
+    """
+
+    def __init__(self, module: nn.Module, *, channels_last: bool = False) -> None:
         self.module = module
         self._parameters = _trained(module)
+        self._permuted = [channels_last and p.ndim == 4 for p in self._parameters]
         first = self._parameters[0]
         total = sum(p.numel() for p in self._parameters)
         self.vector = torch.empty(total, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.vector)
-        self._gradient_views: list[Tensor] = []
-        offset = 0
-        for p in self._parameters:
-            span = slice(offset, offset + p.numel())
-            view = self.vector[span].view(p.shape)
+        self._gradient_views = self._views(self.gradient)
+        for p, view in zip(self._parameters, self._views(self.vector), strict=True):
             view.copy_(p.detach())
             p.data = view
-            self._gradient_views.append(self.gradient[span].view(p.shape))
-            offset += p.numel()
         self._buffer_names = [name for name in module.state_dict() if name in dict(module.named_buffers())]
+
+    def _views(self, vector: Tensor, *, inside: bool = True) -> list[Tensor]:
+        """Return the parameters' views of a flat vector, in the layout of the inside or of the outside."""
+        views, offset = [], 0
+        for p, permuted in zip(self._parameters, self._permuted, strict=True):
+            span = vector[offset : offset + p.numel()]
+            if permuted and inside:
+                o, i, height, width = p.shape
+                views.append(span.view(o, height, width, i).permute(0, 3, 1, 2))
+            else:
+                views.append(span.view(p.shape))
+            offset += p.numel()
+        return views
+
+    def inward(self, vector: Tensor) -> Tensor:
+        """Return a vector from outside in the layout of the inside, on the model's device and in its precision."""
+        vector = vector.to(self.vector.device, self.vector.dtype)
+        if not any(self._permuted):
+            return vector
+        inner = torch.empty_like(self.vector)
+        for view, source in zip(self._views(inner), self._views(vector, inside=False), strict=True):
+            view.copy_(source)
+        return inner
+
+    def outward(self, vector: Tensor) -> Tensor:
+        """Return a vector from inside in the layout of the outside."""
+        if not any(self._permuted):
+            return vector
+        outer = torch.empty_like(vector)
+        for view, source in zip(self._views(outer, inside=False), self._views(vector), strict=True):
+            view.copy_(source)
+        return outer
 
     def attach_gradients(self) -> None:
         """Make every parameter accumulate into the flat gradient, also after user code replaced ``.grad``."""
@@ -97,9 +130,9 @@ class FlatModel:
 
     def read(self) -> Point:
         """Return a copy of the module's present state, on the CPU."""
-        return Point(self.vector.detach().to("cpu", copy=True), *self.read_buffers())
+        return Point(self.outward(self.vector.detach()).to("cpu", copy=True), *self.read_buffers())
 
     def load(self, point: Point) -> None:
         """Overwrite the module's parameters and buffers."""
-        self.vector.copy_(point.x)
+        self.vector.copy_(self.inward(point.x))
         self.write_buffers(point.floats, point.ints)

@@ -6,6 +6,7 @@ steps under a plan, and the evaluation of some examples. Every engine drives the
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradalign.errors import GradalignError
+from gradalign.fast import gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
 from gradalign.plan import Plan
 from gradalign.schedule import Schedule, require
@@ -123,7 +125,7 @@ class Score:
         )
 
 
-def _shuffled_batches(examples: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+def shuffled_batches(examples: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield index batches for ever: without replacement within a pass, each pass in a new order."""
     while True:
         yield from torch.randperm(examples, generator=generator).split(size)
@@ -132,16 +134,50 @@ def _shuffled_batches(examples: int, size: int, generator: torch.Generator) -> I
 class LocalTrainer:
     """Does a client's work on one model; not thread-safe."""
 
-    def __init__(self, task: Task, local: LocalTraining, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        task: Task,
+        local: LocalTraining,
+        seed: int,
+        device: torch.device | str = "cpu",
+        *,
+        fast: bool = True,
+    ) -> None:
         self.task, self.local, self.seed = task, local, seed
         self.device = torch.device(device)
-        self.flat = FlatModel(task.make_model(seed, self.device))
+        model = task.make_model(seed, self.device)
+        self.channels_last = False
+        if fast and self.device.type == "cpu":
+            pool_before_relu(model)
+            self.channels_last = gains_from_channels_last(model) and self._allows_channels_last(model)
+        self.flat = FlatModel(model, channels_last=self.channels_last)
         self.dtype = self.flat.vector.dtype
 
+    def _allows_channels_last(self, model: nn.Module) -> bool:
+        """Return whether the model gives the same outputs, to rounding, for images laid out with channels innermost.
+
+        The layout changes no number, but a model's own code may depend on it, for example by ``view``.
+        """
+        rows = torch.arange(min(2, len(self.task.client(0))))
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        batch = self._place(self.task.client(0).batch(rows))
+        model.eval()
+        try:
+            with torch.no_grad(), global_stream(self.seed, Purpose.TRAIN):
+                plain, _ = self.task.predict(model, batch)
+                other_model = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                other, _ = self.task.predict(other_model, to_channels_last(batch))
+            return isinstance(plain, Tensor) and torch.allclose(plain, other, rtol=1e-4, atol=1e-5)
+        except Exception:
+            return False  # whatever is wrong with the batch or the model, training itself will say it properly
+        finally:
+            model.train()
+
     def _place(self, batch: Any) -> Any:
-        """Move a batch to the model's device, floats in the model's precision."""
+        """Move a batch to the model's device, floats in the model's precision, images in its memory format."""
         if isinstance(batch, Tensor):
-            return batch.to(self.device, self.dtype if batch.is_floating_point() else None)
+            tensor = batch.to(self.device, self.dtype if batch.is_floating_point() else None)
+            return to_channels_last(tensor) if self.channels_last else tensor
         if isinstance(batch, dict):
             return {key: self._place(value) for key, value in batch.items()}
         if isinstance(batch, tuple | list):
@@ -157,9 +193,6 @@ class LocalTrainer:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise GradalignError(f"the loss must be a scalar tensor, the mean over the batch; got {kind}")
         return loss, outputs, targets
-
-    def _vector(self, vector: Tensor | None) -> Tensor | None:
-        return None if vector is None else vector.to(self.device, self.dtype)
 
     def gradient(
         self, point: Point, examples: Examples, *, client: int, round_index: int, limit: int | None = None
@@ -187,7 +220,10 @@ class LocalTrainer:
                 known = known and accuracy is not None
                 correct += float(accuracy or 0.0) * share
         return ClientGradient(
-            gradient=flat.gradient, loss=loss_sum, accuracy=correct if known else None, examples=len(index)
+            gradient=flat.outward(flat.gradient),
+            loss=loss_sum,
+            accuracy=correct if known else None,
+            examples=len(index),
         )
 
     def train(
@@ -196,7 +232,7 @@ class LocalTrainer:
         """Execute a plan from the server's point and report Δ_i."""
         count = len(examples)
         steps = self.local.steps_for(count)
-        batches = _shuffled_batches(
+        batches = shuffled_batches(
             count, self.local.batch_for(count), torch_stream(self.seed, Purpose.SHUFFLE, round_index, client)
         )
         flat = self.flat
@@ -223,10 +259,10 @@ class LocalTrainer:
         point is z = y − v; with the displacement at the start it is y itself.
         """
         y, direction = self.flat.vector, self.flat.gradient
-        shift = self._vector(plan.displacement)
+        shift = None if plan.displacement is None else self.flat.inward(plan.displacement)
         # The step's affine part: wd·y + c + μ(y − x) = decay·y + constant.
         decay = self.local.weight_decay + plan.pull
-        constant = self._vector(plan.correction)
+        constant = None if plan.correction is None else self.flat.inward(plan.correction)
         if plan.pull:
             constant = -plan.pull * y if constant is None else constant - plan.pull * y
         inside = plan.every_step and shift is not None
@@ -244,7 +280,7 @@ class LocalTrainer:
             if self.local.momentum:
                 velocity = direction.clone() if velocity is None else velocity.mul_(self.local.momentum).add_(direction)
             z.add_(direction if velocity is None else velocity, alpha=-lr)
-        return z - start, float(total), seen
+        return self.flat.outward(z - start), float(total), seen
 
     def _direction(self, batch: Any, decay: float, constant: Tensor | None) -> Tensor:
         """Fill ``flat.gradient`` with ∇f(y; batch) + decay·y + constant and return the loss."""

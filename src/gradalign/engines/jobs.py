@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gradalign.engines.group import GroupTrainer
 from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, Score
+from gradalign.local import ClientGradient, ClientUpdate, Score
 from gradalign.plan import Plan
 
-EVALUATION_CHUNK = 1000
-
-
-def evaluation_rows(examples: int) -> list[Tensor]:
-    """Return the fixed chunks in which test examples are evaluated, whoever does it."""
-    return list(torch.arange(examples).split(EVALUATION_CHUNK))
-
-
-@contextmanager
-def run_for_client(client: int | None) -> Iterator[None]:
-    """Turn what user code raises into a ClientError that names the client."""
-    try:
-        yield
-    except GradalignError:
-        raise
-    except Exception as error:
-        where = "the evaluation" if client is None else f"client {client}"
-        message = f"{where} failed: {type(error).__name__}: {error}"
-        raise ClientError(message) from error
+_NOTHING = torch.empty(0)
 
 
 class Slot:
-    """Room for one client's work: the plan's vectors going in, the reply's coming out."""
+    """Room for one group's work: the plans' vectors going in, the replies' coming out, a row for each client."""
 
     __slots__ = ("correction", "displacement", "floats", "ints", "out")
 
@@ -48,18 +30,18 @@ class Slot:
 
 
 class Desk:
-    """All shared memory of a pool: the server's point, and some slots."""
+    """All shared memory of a pool: the server's point, and some slots for groups of up to ``width`` clients."""
 
-    def __init__(self, point: Point, slots: int) -> None:
+    def __init__(self, point: Point, slots: int, width: int) -> None:
         d, f, i = point.x.numel(), point.floats.numel(), point.ints.numel()
         self.point = Point(
             torch.zeros_like(point.x).share_memory_(),
             torch.zeros_like(point.floats).share_memory_(),
             torch.zeros_like(point.ints).share_memory_(),
         )
-        self._vectors = torch.zeros(slots, 3, d, dtype=point.x.dtype).share_memory_()
-        self._floats = torch.zeros(slots, f, dtype=point.floats.dtype).share_memory_()
-        self._ints = torch.zeros(slots, i, dtype=torch.int64).share_memory_()
+        self._vectors = torch.zeros(slots, 3, width, d, dtype=point.x.dtype).share_memory_()
+        self._floats = torch.zeros(slots, width, f, dtype=point.floats.dtype).share_memory_()
+        self._ints = torch.zeros(slots, width, i, dtype=torch.int64).share_memory_()
 
     def slot(self, number: int) -> Slot:
         """Return one slot's vectors."""
@@ -68,91 +50,79 @@ class Desk:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientJob:
-    """Write ∇f_i(x) to the slot."""
+    """Write ∇f_i(x) of a group to the slot."""
 
     slot: int
-    client: int
+    clients: list[int]
     round_index: int
     limit: int | None
 
-    def run(self, trainer: LocalTrainer, desk: Desk) -> ClientGradient:
-        """Do the work in a worker; the reply's vector stays in the slot."""
-        examples = trainer.task.client(self.client)
-        reply = trainer.gradient(
-            desk.point, examples, client=self.client, round_index=self.round_index, limit=self.limit
-        )
-        desk.slot(self.slot).out.copy_(reply.gradient)
-        return ClientGradient(
-            gradient=torch.empty(0), loss=reply.loss, accuracy=reply.accuracy, examples=reply.examples
-        )
+    def run(self, trainer: GroupTrainer, desk: Desk) -> list[ClientGradient]:
+        """Do the work in a worker; the replies' vectors stay in the slot."""
+        replies = trainer.gradients(desk.point, self.clients, round_index=self.round_index, limit=self.limit)
+        out = desk.slot(self.slot).out
+        for row, reply in enumerate(replies):
+            out[row].copy_(reply.gradient)
+        return [replace(reply, gradient=_NOTHING) for reply in replies]
 
-    def collect(self, reply: ClientGradient, desk: Desk) -> ClientGradient:
-        """Give the reply its vector back, in the server."""
-        return ClientGradient(
-            gradient=desk.slot(self.slot).out, loss=reply.loss, accuracy=reply.accuracy, examples=reply.examples
-        )
+    def collect(self, replies: list[ClientGradient], desk: Desk) -> list[ClientGradient]:
+        """Give the replies their vectors back, in the server."""
+        out = desk.slot(self.slot).out
+        return [replace(reply, gradient=out[row]) for row, reply in enumerate(replies)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """Execute the plan whose vectors lie in the slot; write Δ_i and the buffers there."""
+    """Execute the plans whose vectors lie in the slot; write Δ_i and the buffers there."""
 
     slot: int
-    client: int
+    clients: list[int]
     round_index: int
     lr: float
-    pull: float
-    every_step: bool
-    displaced: bool
-    corrected: bool
+    plans: list[tuple[bool, bool, float, bool]]
+    """Of each client: whether a displacement and a correction lie in the slot, the pull, and the form."""
 
     @classmethod
-    def put(cls, plan: Plan, desk: Desk, *, slot: int, client: int, round_index: int, lr: float) -> TrainJob:
-        """Lay the plan's vectors on the desk."""
-        room = desk.slot(slot)
-        if plan.displacement is not None:
-            room.displacement.copy_(plan.displacement)
-        if plan.correction is not None:
-            room.correction.copy_(plan.correction)
-        return cls(
-            slot=slot,
-            client=client,
-            round_index=round_index,
-            lr=lr,
-            pull=plan.pull,
-            every_step=plan.every_step,
-            displaced=plan.displacement is not None,
-            corrected=plan.correction is not None,
-        )
+    def put(
+        cls, plans: Sequence[Plan], desk: Desk, *, slot: int, clients: list[int], round_index: int, lr: float
+    ) -> TrainJob:
+        """Lay the plans' vectors on the desk."""
+        room, described = desk.slot(slot), []
+        for row, plan in enumerate(plans):
+            if plan.displacement is not None:
+                room.displacement[row].copy_(plan.displacement)
+            if plan.correction is not None:
+                room.correction[row].copy_(plan.correction)
+            given = plan.displacement is not None, plan.correction is not None
+            described.append((*given, plan.pull, plan.every_step))
+        return cls(slot=slot, clients=clients, round_index=round_index, lr=lr, plans=described)
 
-    def run(self, trainer: LocalTrainer, desk: Desk) -> tuple[float, int, int, float]:
-        """Do the work in a worker; the reply's vectors stay in the slot."""
+    def run(self, trainer: GroupTrainer, desk: Desk) -> list[ClientUpdate]:
+        """Do the work in a worker; the replies' vectors stay in the slot."""
         room = desk.slot(self.slot)
-        plan = Plan(
-            displacement=room.displacement if self.displaced else None,
-            correction=room.correction if self.corrected else None,
-            pull=self.pull,
-            every_step=self.every_step,
-        )
-        examples = trainer.task.client(self.client)
-        reply = trainer.train(desk.point, plan, examples, client=self.client, round_index=self.round_index, lr=self.lr)
-        room.out.copy_(reply.update)
-        room.floats.copy_(reply.floats)
-        room.ints.copy_(reply.ints)
-        return reply.loss, reply.steps, reply.examples, reply.travel
+        plans = [
+            Plan(
+                displacement=room.displacement[row] if displaced else None,
+                correction=room.correction[row] if corrected else None,
+                pull=pull,
+                every_step=every_step,
+            )
+            for row, (displaced, corrected, pull, every_step) in enumerate(self.plans)
+        ]
+        replies = trainer.train(desk.point, self.clients, plans, round_index=self.round_index, lr=self.lr)
+        for row, reply in enumerate(replies):
+            room.out[row].copy_(reply.update)
+            room.floats[row].copy_(reply.floats)
+            room.ints[row].copy_(reply.ints)
+        return [replace(reply, update=_NOTHING, floats=_NOTHING, ints=_NOTHING) for reply in replies]
 
-    def collect(self, reply: tuple[float, int, int, float], desk: Desk) -> ClientUpdate:
-        """Give the reply its vectors back, in the server."""
-        room, (loss, steps, examples, travel) = desk.slot(self.slot), reply
-        return ClientUpdate(
-            update=room.out,
-            floats=room.floats,
-            ints=room.ints,
-            loss=loss,
-            steps=steps,
-            examples=examples,
-            travel=travel,
-        )
+    def collect(self, replies: list[ClientUpdate], desk: Desk) -> list[ClientUpdate]:
+        """Give the replies their vectors back, in the server."""
+        room = desk.slot(self.slot)
+        return [
+            replace(reply, update=room.out[row], floats=room.floats[row], ints=room.ints[row])
+            for row, reply in enumerate(replies)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,14 +133,9 @@ class EvaluationJob:
     start: int
     stop: int
 
-    client: None = None
-
-    def run(self, trainer: LocalTrainer, desk: Desk) -> Score:
+    def run(self, trainer: GroupTrainer, desk: Desk) -> Score:
         """Do the work in a worker."""
-        examples = trainer.task.test_examples
-        if examples is None:
-            raise GradalignError("the task has no test examples")
-        return trainer.evaluate(desk.point, examples, torch.arange(self.start, self.stop))
+        return trainer.evaluate(desk.point, self.start, self.stop)
 
     def collect(self, reply: Score, desk: Desk) -> Score:
         """Nothing lies in the slot."""
@@ -178,6 +143,14 @@ class EvaluationJob:
 
 
 Job = GradientJob | TrainJob | EvaluationJob
+
+
+def for_whom(job: Job) -> str:
+    """Say whose work a job is."""
+    if isinstance(job, EvaluationJob):
+        return "the evaluation"
+    first, last = job.clients[0], job.clients[-1]
+    return f"client {first}" if first == last else f"one of the clients {first} to {last}"
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Self
 import torch
 
 from gradalign.engines import Engine
-from gradalign.engines.jobs import evaluation_rows, run_for_client
+from gradalign.engines.group import GroupTrainer, evaluation_rows, groups
 from gradalign.engines.pool import PoolEngine
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.local import ClientGradient, ClientUpdate, LocalTraining, Score
 from gradalign.plan import Plan
 from gradalign.tasks.task import Task
 
@@ -35,39 +35,49 @@ def one_thread() -> Iterator[None]:
 
 
 class InProcessEngine:
-    """Does the clients' work one after the other in this process: for GPUs, debuggers and small jobs."""
+    """Does the clients' work one group after the other in this process: for GPUs, debuggers and small jobs."""
 
-    def __init__(self, task: Task, local: LocalTraining, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        task: Task,
+        local: LocalTraining,
+        seed: int,
+        device: torch.device | str = "cpu",
+        *,
+        fast: bool = True,
+    ) -> None:
         self.task = task
-        self.trainer = LocalTrainer(task, local, seed, device)
+        with one_thread():
+            self.trainer = GroupTrainer(task, local, seed, device, fast=fast)
 
     def gradients(
         self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
     ) -> Iterator[tuple[int, ClientGradient]]:
         """Yield (client, ∇f_i(x)) for every client."""
-        for client in clients:
-            with one_thread(), run_for_client(client):
-                examples = self.task.client(client)
-                reply = self.trainer.gradient(point, examples, client=client, round_index=round_index, limit=limit)
-            yield client, reply
+        for group in groups(clients, self.trainer.width):
+            with one_thread():
+                replies = self.trainer.gradients(point, group, round_index=round_index, limit=limit)
+            yield from zip(group, replies, strict=True)
 
     def train(
         self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
     ) -> Iterator[tuple[int, ClientUpdate]]:
         """Yield (client, Δ_i) for every planned client."""
-        for client, plan in plans:
-            with one_thread(), run_for_client(client):
-                examples = self.task.client(client)
-                reply = self.trainer.train(point, plan, examples, client=client, round_index=round_index, lr=lr)
-            yield client, reply
+        for group in groups(plans, self.trainer.width):
+            clients = [client for client, _ in group]
+            with one_thread():
+                own = [plan for _, plan in group]
+                replies = self.trainer.train(point, clients, own, round_index=round_index, lr=lr)
+            yield from zip(clients, replies, strict=True)
 
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""
         examples = self.task.test_examples
         if examples is None:
             return None
-        with one_thread(), run_for_client(None):
-            parts = (self.trainer.evaluate(point, examples, rows) for rows in evaluation_rows(len(examples)))
+        with one_thread():
+            chunks = evaluation_rows(len(examples))
+            parts = (self.trainer.evaluate(point, int(rows[0]), int(rows[-1]) + 1) for rows in chunks)
             return sum(parts, Score())
 
     def close(self) -> None:
@@ -92,6 +102,7 @@ def local_engine(
     seed: int = 0,
     workers: int | None = None,
     device: torch.device | str = "cpu",
+    fast: bool = True,
 ) -> Engine:
     """Return the engine for this machine.
 
@@ -102,9 +113,10 @@ def local_engine(
         workers: Worker processes, one thread each; 0 works in this process, None takes one per core.
             The number changes the speed and never the result.
         device: Where the model runs. Anything but the CPU works in this process.
+        fast: Use memory formats, layer orders and batched products that give the same result up to rounding.
     """
     if workers is not None and workers < 0:
         raise GradalignError(f"workers must be 0 (in this process) or more, got {workers}")
     if torch.device(device).type != "cpu" or workers == 0:
-        return InProcessEngine(task, local, seed, device)
-    return PoolEngine(task, local, seed, workers or available_cores())
+        return InProcessEngine(task, local, seed, device, fast=fast)
+    return PoolEngine(task, local, seed, workers or available_cores(), fast=fast)

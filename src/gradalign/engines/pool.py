@@ -22,19 +22,12 @@ from typing import Any, Self
 import torch
 import torch.multiprocessing
 
-from gradalign.engines.jobs import (
-    Desk,
-    EvaluationJob,
-    Failure,
-    GradientJob,
-    Job,
-    TrainJob,
-    evaluation_rows,
-    run_for_client,
-)
+from gradalign.engines.group import GroupTrainer, evaluation_rows, groups, named_failure
+from gradalign.engines.jobs import Desk, EvaluationJob, Failure, GradientJob, Job, TrainJob, for_whom
 from gradalign.errors import GradalignError
+from gradalign.fast import keep_freed_memory
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.local import ClientGradient, ClientUpdate, LocalTraining, Score
 from gradalign.plan import Plan
 from gradalign.tasks.task import Task
 
@@ -66,6 +59,7 @@ def _work(
     task: Task,
     local: LocalTraining,
     seed: int,
+    fast: bool,
     desk: Desk,
 ) -> None:
     """Serve jobs until the pipe closes. Runs in the worker process."""
@@ -76,15 +70,17 @@ def _work(
         # A forked worker holds copies of the server's pipe ends; while it does, its siblings never see them close.
         connection.close()
     torch.set_num_threads(1)
-    trainer: LocalTrainer | None = None
+    if fast:
+        keep_freed_memory()
+    trainer: GroupTrainer | None = None
     while True:
         try:
             job: Job = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            with run_for_client(job.client):
-                trainer = trainer or LocalTrainer(task, local, seed)
+            with named_failure(for_whom(job)):
+                trainer = trainer or GroupTrainer(task, local, seed, fast=fast)
                 answer: Any = job.run(trainer, desk)
         except GradalignError as error:
             answer = Failure.of(error)
@@ -113,12 +109,23 @@ class _Worker:
 class PoolEngine:
     """N worker processes behind the Engine interface."""
 
-    def __init__(self, task: Task, local: LocalTraining, seed: int, workers: int, method: str | None = None) -> None:
-        self.task, self.local, self.seed = task, local, seed
+    def __init__(
+        self,
+        task: Task,
+        local: LocalTraining,
+        seed: int,
+        workers: int,
+        *,
+        fast: bool = True,
+        method: str | None = None,
+    ) -> None:
+        self.task, self.local, self.seed, self.fast = task, local, seed, fast
         self._context: Any = torch.multiprocessing.get_context(method or start_method())
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
-        self._desk = Desk(LocalTrainer(task, local, seed).flat.read(), self._slots)
+        trainer = GroupTrainer(task, local, seed, fast=fast)
+        self._width = trainer.width
+        self._desk = Desk(trainer.one.flat.read(), self._slots, self._width)
         self._wanted = workers
         self._workers: list[_Worker] = []
         try:
@@ -135,7 +142,7 @@ class PoolEngine:
         ours, theirs = self._context.Pipe()
         forked = self._context.get_start_method() == "fork"
         inherited = [ours, *(worker.pipe for worker in self._workers)] if forked else []
-        arguments = (theirs, inherited, os.getpid(), self.task, self.local, self.seed, self._desk)
+        arguments = (theirs, inherited, os.getpid(), self.task, self.local, self.seed, self.fast, self._desk)
         process = self._context.Process(target=_work, args=arguments, daemon=True, name="gradalign-worker")
         try:
             with warnings.catch_warnings():
@@ -170,9 +177,9 @@ class PoolEngine:
         while True:
             task.attempts += 1
             if task.attempts > ATTEMPTS:
-                what = "the evaluation" if task.job.client is None else f"client {task.job.client}"
                 raise GradalignError(
-                    f"{what} ended its worker process {ATTEMPTS} times; it may need more memory than there is, or crash"
+                    f"{for_whom(task.job)} ended its worker process {ATTEMPTS} times; "
+                    "it may need more memory than there is, or crash"
                 )
             worker.busy = task
             try:
@@ -197,7 +204,7 @@ class PoolEngine:
             worker.busy = None
             yield task, answer
 
-    def _stream(self, jobs: Iterator[Callable[[int], Job]]) -> Iterator[tuple[Job, Any]]:
+    def _stream(self, jobs: Iterator[Callable[[int], Job]]) -> Iterator[tuple[Any, Any]]:
         """Give out jobs as slots and workers become free; yield (job, answer) in the jobs' order."""
         free = deque(range(self._slots))
         answered: dict[int, tuple[Job, Any]] = {}
@@ -237,11 +244,12 @@ class PoolEngine:
         """Yield (client, ∇f_i(x)) for every client."""
         self._desk.point.copy_(point)
 
-        def maker(client: int) -> Callable[[int], Job]:
-            return lambda slot: GradientJob(slot=slot, client=client, round_index=round_index, limit=limit)
+        def maker(group: list[int]) -> Callable[[int], Job]:
+            return lambda slot: GradientJob(slot=slot, clients=group, round_index=round_index, limit=limit)
 
-        for job, reply in self._stream(maker(client) for client in clients):
-            yield job.client, reply  # type: ignore[misc]
+        makers = (maker(group) for group in groups(clients, self._width))
+        for job, replies in self._stream(makers):
+            yield from zip(job.clients, replies, strict=True)
 
     def train(
         self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
@@ -249,11 +257,15 @@ class PoolEngine:
         """Yield (client, Δ_i) for every planned client."""
         self._desk.point.copy_(point)
 
-        def maker(client: int, plan: Plan) -> Callable[[int], Job]:
-            return lambda slot: TrainJob.put(plan, self._desk, slot=slot, client=client, round_index=round_index, lr=lr)
+        def maker(group: list[tuple[int, Plan]]) -> Callable[[int], Job]:
+            clients, own = [client for client, _ in group], [plan for _, plan in group]
+            return lambda slot: TrainJob.put(
+                own, self._desk, slot=slot, clients=clients, round_index=round_index, lr=lr
+            )
 
-        for job, reply in self._stream(maker(client, plan) for client, plan in plans):
-            yield job.client, reply  # type: ignore[misc]
+        makers = (maker(group) for group in groups(plans, self._width))
+        for job, replies in self._stream(makers):
+            yield from zip(job.clients, replies, strict=True)
 
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""

@@ -37,6 +37,7 @@ def run(
     dropout: float = 0.0,
     measure: Measure | None = None,
     seed: int = 0,
+    fast: bool = True,
     workers: int | None = None,
     device: torch.device | str = "cpu",
     out: str | Path | None = None,
@@ -56,6 +57,7 @@ def run(
         dropout: The chance that a sampled client falls silent between the two phases of a round.
         measure: What is measured and how often.
         seed: The seed of everything random.
+        fast: Use ways of computing that are faster and the same up to rounding; False for the plain per-client loop.
         workers: Worker processes; 0 works in this process, None takes one per core. Never changes the result.
         device: Where the model runs.
         out: A folder to write the run to; nothing is written when None.
@@ -67,7 +69,14 @@ def run(
         raise GradalignError(f"rounds must be at least 1, got {rounds}")
     local, measure = local or LocalTraining(), measure or Measure()
     federation = make_federation(
-        task, combine(algorithm), local, per_round=clients_per_round, weights=weights, dropout=dropout, seed=seed
+        task,
+        combine(algorithm),
+        local,
+        per_round=clients_per_round,
+        weights=weights,
+        dropout=dropout,
+        seed=seed,
+        fast=fast,
     )
     spec = {"rounds": rounds, **describe(federation, measure)}
     where = Where(
@@ -102,7 +111,12 @@ def make_engine(federation: Federation, where: Where) -> Engine:
     if where.engine != "local":
         raise GradalignError(f'the engine must be "local", got "{where.engine}"')
     return local_engine(
-        federation.task, federation.local, seed=federation.seed, workers=where.workers, device=where.device
+        federation.task,
+        federation.local,
+        seed=federation.seed,
+        workers=where.workers,
+        device=where.device,
+        fast=federation.fast,
     )
 
 
@@ -146,6 +160,7 @@ def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
     facts = federation.task.describe()
     return {
         "seed": federation.seed,
+        "fast": federation.fast,
         "task": _toml({key: value for key, value in facts.items() if value is not None}),
         "algorithm": algorithm,
         "server": _plain(federation.algorithm.server),

@@ -199,6 +199,7 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
         weights=spec.clients.weights,
         dropout=spec.clients.dropout,
         seed=spec.seed,
+        fast=spec.fast,
     )
 
 
@@ -211,6 +212,7 @@ def make_federation(
     weights: str,
     dropout: float,
     seed: int,
+    fast: bool = True,
 ) -> Federation:
     """Check what only the task can tell, and return the federation."""
     total = len(task.clients)
@@ -228,4 +230,5 @@ def make_federation(
         by_examples=weights == "examples",
         dropout=dropout,
         seed=seed,
+        fast=fast,
     )

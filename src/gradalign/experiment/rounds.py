@@ -37,6 +37,7 @@ class Federation:
         by_examples: Weight clients by their number of examples instead of uniformly, in ḡ and in the average.
         dropout: The chance that a sampled client falls silent between the gradient phase and its report.
         seed: The seed of everything random.
+        fast: Whether engines may use ways of computing that are the same up to rounding.
     """
 
     task: Task
@@ -46,6 +47,7 @@ class Federation:
     by_examples: bool = False
     dropout: float = 0.0
     seed: int = 0
+    fast: bool = True
 
     def sample(self, round_index: int) -> list[int]:
         """Return this round's clients, in ascending order: uniform, without replacement, in O(|S|) time."""

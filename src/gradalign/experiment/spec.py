@@ -119,6 +119,8 @@ class Spec(Section):
     name: str = "experiment"
     seed: Annotated[int, Field(ge=0)] = 0
     rounds: Count = 50
+    fast: bool = True
+    """Use ways of computing that are faster and the same up to rounding; see ``fast.py`` and ``cohort.py``."""
     task: TaskSpec = TaskSpec()
     algorithm: AlgorithmSpec = AlgorithmSpec()
     server: ServerSpec = ServerSpec()

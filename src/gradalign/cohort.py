@@ -1,0 +1,318 @@
+"""Many clients of a small model at once, as batched matrix products.
+
+For a network of a few thousand parameters the time of a step is Python's, not the arithmetic's. So a *cohort* of
+clients is trained together: every parameter gets a leading client axis, a linear layer becomes one ``baddbmm``,
+and each client still takes its own steps from its own start on its own batches. The result is the per-client
+loop's up to rounding.
+
+Which clients form a cohort depends on their order alone, so the bits do not depend on the number of workers.
+Models that are not a plain stack of the layers below, and losses other than cross-entropy, take the per-client path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradalign.flat import Point
+from gradalign.local import ClientGradient, ClientUpdate, LocalTraining, shuffled_batches
+from gradalign.plan import Plan
+from gradalign.seeding import Purpose, torch_stream
+from gradalign.tasks.data import TensorExamples
+from gradalign.tasks.task import Task, predict, share_correct
+
+COHORT = 25
+LARGEST_MODEL = 60_000
+_ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
+
+
+def layers_of(task: Task, model: nn.Module) -> list[nn.Module] | None:
+    """Return the model's layers when this way of training applies to the task, else None."""
+    plain_loss = task.loss is F.cross_entropy or (
+        type(task.loss) is nn.CrossEntropyLoss
+        and task.loss.weight is None
+        and (task.loss.reduction, task.loss.label_smoothing, task.loss.ignore_index) == ("mean", 0.0, -100)
+    )
+    plain_task = task.predict is predict and task.accuracy is share_correct
+    if type(model) is not nn.Sequential or not plain_task or not plain_loss or not _labelled(task):
+        return None
+    layers = list(model)
+    fits = all(type(layer) is nn.Linear or type(layer) in _ELEMENTWISE or _flattens(layer) for layer in layers)
+    if not fits or not any(type(layer) is nn.Linear for layer in layers):
+        return None
+    parameters = list(model.parameters())
+    same = all(p.requires_grad and p.dtype == parameters[0].dtype for p in parameters)
+    distinct = len({id(p) for layer in layers for p in layer.parameters()}) == sum(
+        len(list(layer.parameters())) for layer in layers
+    )
+    small = sum(p.numel() for p in parameters) <= LARGEST_MODEL
+    return layers if same and distinct and small else None
+
+
+def _labelled(task: Task) -> bool:
+    """Return whether the clients' examples lie in tensors, features with class labels."""
+    examples = task.client(0)
+    if not isinstance(examples, TensorExamples) or len(examples.tensors) != 2:
+        return False
+    inputs, targets = examples.tensors
+    return inputs.is_floating_point() and targets.ndim == 1 and targets.dtype == torch.int64
+
+
+def _flattens(layer: nn.Module) -> bool:
+    return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """What each of K steps takes: row numbers into the cohort's data and each row's weight in its client's mean."""
+
+    rows: list[Tensor]
+    weights: list[Tensor | None]
+    """None where every client has a full batch: all weights are 1 / batch."""
+    active: list[Tensor | None]
+    """None while every client still steps; else 1 for those that do."""
+
+
+class CohortTrainer:
+    """Trains cohorts of clients of one task."""
+
+    def __init__(self, task: Task, local: LocalTraining, seed: int, layers: list[nn.Module]) -> None:
+        self.task, self.local, self.seed = task, local, seed
+        self.layers = layers
+        self.shapes = [p.shape for layer in layers for p in layer.parameters()]
+        self.dtype = next(p.dtype for layer in layers for p in layer.parameters())
+
+    # A cohort's vectors are stored parameter by parameter: all clients' first weights, then all clients' first biases,
+    # so that one matrix product sees one contiguous block and element-wise arithmetic one contiguous vector.
+
+    def _blocks(self, stored: Tensor, clients: int) -> list[Tensor]:
+        blocks, offset = [], 0
+        for shape in self.shapes:
+            count = clients * shape.numel()
+            blocks.append(stored[offset : offset + count].view(clients, *shape))
+            offset += count
+        return blocks
+
+    def _store(self, vectors: Sequence[Tensor | None], like: Tensor) -> Tensor:
+        """Bring one flat vector per client (None: zero) into the stored order."""
+        clients = len(vectors)
+        stored = torch.zeros(clients * like.numel(), dtype=self.dtype)
+        offset = 0
+        for shape, block in zip(self.shapes, self._blocks(stored, clients), strict=True):
+            for client, vector in enumerate(vectors):
+                if vector is not None:
+                    block[client].copy_(vector[offset : offset + shape.numel()].view(shape))
+            offset += shape.numel()
+        return stored
+
+    def _spread(self, x: Tensor, clients: int) -> Tensor:
+        """Give every client the same vector, in the stored order."""
+        pieces = x.to(self.dtype).split([shape.numel() for shape in self.shapes])
+        return torch.cat([piece.expand(clients, -1).reshape(-1) for piece in pieces])
+
+    def _unstore(self, stored: Tensor, clients: int) -> Tensor:
+        """Return one row per client."""
+        return torch.cat([block.reshape(clients, -1) for block in self._blocks(stored, clients)], dim=1)
+
+    def _outputs(self, parameters: list[Tensor], inputs: Tensor) -> Tensor:
+        """Return every client's outputs for its own batch: (client, example, class)."""
+        left = iter(parameters)
+        for layer in self.layers:
+            if type(layer) is nn.Linear:
+                weight = next(left).transpose(1, 2)
+                inputs = (
+                    torch.baddbmm(next(left).unsqueeze(1), inputs, weight)
+                    if layer.bias is not None
+                    else inputs @ weight
+                )
+            elif type(layer) is nn.Flatten:
+                inputs = inputs.flatten(2)
+            else:
+                inputs = layer(inputs)
+        return inputs
+
+    def _losses(self, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """Return each client's mean loss over its batch."""
+        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        return each.mean(dim=1) if weights is None else (each * weights).sum(dim=1)
+
+    def _leaves(self, stored: Tensor, gradient: Tensor, clients: int) -> list[Tensor]:
+        """Return parameters that are views of ``stored`` and accumulate into views of ``gradient``."""
+        leaves = [block.detach().requires_grad_() for block in self._blocks(stored, clients)]
+        for leaf, view in zip(leaves, self._blocks(gradient, clients), strict=True):
+            leaf.grad = view
+        return leaves
+
+    def _gather(self, examples: Sequence[TensorExamples]) -> tuple[Tensor, Tensor, list[int]]:
+        """Return the cohort's inputs and targets client after client, and where each client begins."""
+        parts = [one.batch(torch.arange(len(one))) for one in examples]
+        starts, total = [], 0
+        for inputs, _ in parts:
+            starts.append(total)
+            total += len(inputs)
+        inputs = torch.cat([inputs for inputs, _ in parts]).to(self.dtype)
+        return inputs, torch.cat([targets for _, targets in parts]), starts
+
+    def _pad(self, per_client: Sequence[Tensor], starts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Return (client, example) row numbers, short batches filled up with rows of weight zero."""
+        longest = max(len(rows) for rows in per_client)
+        full = all(len(rows) == longest for rows in per_client)
+        table = torch.tensor(starts).unsqueeze(1).repeat(1, longest)
+        weights = None if full else torch.zeros(len(per_client), longest, dtype=self.dtype)
+        for client, rows in enumerate(per_client):
+            table[client, : len(rows)] += rows
+            if weights is not None and len(rows):
+                weights[client, : len(rows)] = 1.0 / len(rows)
+        return table, weights
+
+    def _plan_batches(
+        self, sizes: Sequence[int], starts: Sequence[int], clients: Sequence[int], round_index: int
+    ) -> tuple[_Batches, list[int], list[int]]:
+        """Lay out all steps; the batches are those of the per-client path. Also return each client's K and examples."""
+        steps = [self.local.steps_for(size) for size in sizes]
+        streams = [
+            shuffled_batches(
+                size, self.local.batch_for(size), torch_stream(self.seed, Purpose.SHUFFLE, round_index, client)
+            )
+            for size, client in zip(sizes, clients, strict=True)
+        ]
+        nothing = torch.empty(0, dtype=torch.int64)
+        found = _Batches([], [], [])
+        seen = [0] * len(sizes)
+        for k in range(max(steps)):
+            per_client = [next(stream) if k < steps[i] else nothing for i, stream in enumerate(streams)]
+            seen = [before + len(rows) for before, rows in zip(seen, per_client, strict=True)]
+            rows, weights = self._pad(per_client, starts)
+            found.rows.append(rows)
+            found.weights.append(weights)
+            everyone = all(k < own for own in steps)
+            found.active.append(None if everyone else torch.tensor([float(k < own) for own in steps], dtype=self.dtype))
+        return found, steps, seen
+
+    def gradients(
+        self, point: Point, examples: Sequence[TensorExamples], clients: Sequence[int], round_index: int
+    ) -> list[ClientGradient]:
+        """Return ∇f_i(x) of whole clients."""
+        count = len(clients)
+        inputs, targets, starts = self._gather(examples)
+        rows, weights = self._pad([torch.arange(len(one)) for one in examples], starts)
+        stored = self._spread(point.x, count)
+        gradient = torch.zeros_like(stored)
+        leaves = self._leaves(stored, gradient, count)
+        labels = targets[rows]
+        outputs = self._outputs(leaves, inputs[rows])
+        losses = self._losses(outputs, labels, weights)
+        losses.sum().backward()
+        right = (outputs.detach().argmax(dim=2) == labels).double()
+        accuracy = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
+        vectors = self._unstore(gradient, count)
+        return [
+            ClientGradient(
+                gradient=vectors[i],
+                loss=float(losses[i].detach()),
+                accuracy=float(accuracy[i]),
+                examples=len(examples[i]),
+            )
+            for i in range(count)
+        ]
+
+    def train(
+        self,
+        point: Point,
+        plans: Sequence[Plan],
+        examples: Sequence[TensorExamples],
+        clients: Sequence[int],
+        *,
+        round_index: int,
+        lr: float,
+    ) -> list[ClientUpdate]:
+        """Execute every client's plan from the server's point; same arithmetic as ``LocalTrainer.train``."""
+        count = len(clients)
+        inputs, targets, starts = self._gather(examples)
+        batches, steps, seen = self._plan_batches([len(one) for one in examples], starts, clients, round_index)
+        stored, start, losses = self._walk(point, plans, inputs, targets, batches, lr)
+        updates = self._unstore(stored - start, count)
+        empty = torch.empty(0, dtype=self.dtype), torch.empty(0, dtype=torch.int64)
+        return [
+            ClientUpdate(
+                update=updates[i],
+                floats=empty[0],
+                ints=empty[1],
+                loss=float(losses[i]) / steps[i],
+                steps=steps[i],
+                examples=seen[i],
+                travel=self.local.travel(lr, steps[i]),
+            )
+            for i in range(count)
+        ]
+
+    def _walk(
+        self, point: Point, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: _Batches, lr: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Take all steps; return the end, the start (both stored) and each client's summed loss."""
+        count, local = len(plans), self.local
+        pull, inside = plans[0].pull, plans[0].every_step  # one algorithm plans for all clients of a round
+        y = self._spread(point.x, count)
+        shift = self._given([plan.displacement for plan in plans], point.x)
+        constant = self._given([plan.correction for plan in plans], point.x)
+        if pull:
+            constant = -pull * y if constant is None else constant - pull * y
+        inside = inside and shift is not None
+        z = y.clone() if inside else y
+        if shift is not None and not inside:
+            y.add_(shift)
+        start = z.clone()
+        direction = torch.zeros_like(y)
+        leaves = self._leaves(y, direction, count)
+        velocity: Tensor | None = None
+        total = torch.zeros(count, dtype=torch.float64)
+        for rows, weights, active in zip(batches.rows, batches.weights, batches.active, strict=True):
+            if inside and shift is not None:
+                torch.add(z, shift, out=y)
+            losses = self._direction(leaves, direction, y, inputs[rows], targets[rows], weights, constant, pull)
+            total += losses
+            if local.momentum:
+                velocity = direction.clone() if velocity is None else velocity.mul_(local.momentum).add_(direction)
+            move = direction if velocity is None else velocity
+            z.add_(move if active is None else self._spread_scalars(active) * move, alpha=-lr)
+        return z, start, total
+
+    def _given(self, vectors: list[Tensor | None], like: Tensor) -> Tensor | None:
+        return None if all(vector is None for vector in vectors) else self._store(vectors, like)
+
+    def _spread_scalars(self, scalars: Tensor) -> Tensor:
+        """Return one number per client as a stored vector."""
+        return torch.cat([scalars.unsqueeze(1).expand(-1, shape.numel()).reshape(-1) for shape in self.shapes])
+
+    def _direction(
+        self,
+        leaves: list[Tensor],
+        direction: Tensor,
+        y: Tensor,
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        constant: Tensor | None,
+        pull: float,
+    ) -> Tensor:
+        """Fill ``direction`` with ∇f_i(y_i) + decay·y_i + constant_i for every client; return the losses."""
+        decay, clip = self.local.weight_decay + pull, self.local.clip_norm
+        losses = self._losses(self._outputs(leaves, inputs), targets, weights)
+        if clip is None:
+            torch.mul(y, decay, out=direction)
+            if constant is not None:
+                direction.add_(constant)
+            losses.sum().backward()
+        else:
+            direction.zero_()
+            losses.sum().backward()
+            norms = torch.linalg.vector_norm(self._unstore(direction, len(losses)), dim=1)
+            direction.mul_(self._spread_scalars((clip / norms).clamp(max=1.0)))
+            direction.add_(y, alpha=decay)
+            if constant is not None:
+                direction.add_(constant)
+        return losses.detach().double()

@@ -1,0 +1,116 @@
+"""The work of a group of clients in one process: one at a time, or a cohort of a small model at once.
+
+A group has at most ``width`` clients, consecutive in the round's order. The width depends on the task alone, so groups
+are the same for every number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gradalign.cohort import COHORT, CohortTrainer, layers_of
+from gradalign.errors import ClientError, GradalignError
+from gradalign.flat import Point
+from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.plan import Plan
+from gradalign.tasks.data import TensorExamples
+from gradalign.tasks.task import Task
+
+EVALUATION_CHUNK = 1000
+Item = TypeVar("Item")
+
+
+def evaluation_rows(examples: int) -> list[Tensor]:
+    """Return the fixed chunks in which test examples are evaluated, whoever does it."""
+    return list(torch.arange(examples).split(EVALUATION_CHUNK))
+
+
+def groups(items: Iterable[Item], width: int) -> Iterator[list[Item]]:
+    """Cut a sequence into lists of ``width``, the last one shorter."""
+    group: list[Item] = []
+    for item in items:
+        group.append(item)
+        if len(group) == width:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+@contextmanager
+def named_failure(where: str) -> Iterator[None]:
+    """Turn what user code raises into a ClientError that says for whom."""
+    try:
+        yield
+    except GradalignError:
+        raise
+    except Exception as error:
+        raise ClientError(f"{where} failed: {type(error).__name__}: {error}") from error
+
+
+class GroupTrainer:
+    """Does groups of clients' work; every engine's hands."""
+
+    def __init__(
+        self,
+        task: Task,
+        local: LocalTraining,
+        seed: int,
+        device: torch.device | str = "cpu",
+        *,
+        fast: bool = True,
+    ) -> None:
+        self.task = task
+        self.one = LocalTrainer(task, local, seed, device, fast=fast)
+        layers = layers_of(task, self.one.flat.module) if fast and self.one.device.type == "cpu" else None
+        self.cohort = None if layers is None else CohortTrainer(task, local, seed, layers)
+        self.width = 1 if self.cohort is None else COHORT
+
+    def _tensors(self, clients: Sequence[int]) -> list[TensorExamples]:
+        examples = [self.task.client(client) for client in clients]
+        return [one for one in examples if isinstance(one, TensorExamples)]
+
+    def gradients(
+        self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None
+    ) -> list[ClientGradient]:
+        """Return ∇f_i(x) of every client of the group."""
+        if self.cohort is not None and limit is None:
+            with named_failure(f"clients {clients[0]} to {clients[-1]}"):
+                return self.cohort.gradients(point, self._tensors(clients), clients, round_index)
+        replies = []
+        for client in clients:
+            with named_failure(f"client {client}"):
+                examples = self.task.client(client)
+                reply = self.one.gradient(point, examples, client=client, round_index=round_index, limit=limit)
+            # The trainer's one gradient vector is overwritten by the group's next client.
+            replies.append(reply if len(clients) == 1 else replace(reply, gradient=reply.gradient.clone()))
+        return replies
+
+    def train(
+        self, point: Point, clients: Sequence[int], plans: Sequence[Plan], *, round_index: int, lr: float
+    ) -> list[ClientUpdate]:
+        """Execute every client's plan."""
+        if self.cohort is not None:
+            with named_failure(f"clients {clients[0]} to {clients[-1]}"):
+                examples = self._tensors(clients)
+                return self.cohort.train(point, plans, examples, clients, round_index=round_index, lr=lr)
+        replies = []
+        for client, plan in zip(clients, plans, strict=True):
+            with named_failure(f"client {client}"):
+                one = self.task.client(client)
+                replies.append(self.one.train(point, plan, one, client=client, round_index=round_index, lr=lr))
+        return replies
+
+    def evaluate(self, point: Point, start: int, stop: int) -> Score:
+        """Return the score on test examples from ``start`` to ``stop``."""
+        examples = self.task.test_examples
+        if examples is None:
+            raise GradalignError("the task has no test examples")
+        with named_failure("the evaluation"):
+            return self.one.evaluate(point, examples, torch.arange(start, stop))

@@ -1,0 +1,169 @@
+"""The fast ways give the plain loop's numbers up to rounding, for any number of workers the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import gradalign as ga
+from conftest import vector
+from gradalign.cohort import layers_of
+from gradalign.engines.group import GroupTrainer
+from gradalign.fast import pool_before_relu
+from gradalign.flat import FlatModel
+from gradalign.local import LocalTrainer
+from gradalign.tasks.digits import digits
+
+
+def images(model, clients: int = 4, size: int = 12) -> ga.Task:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(clients * size, 3, 14, 14, generator=generator)
+    labels = torch.randint(5, (clients * size,), generator=generator)
+    parts = torch.arange(clients * size).view(clients, size)
+    return ga.Task(model=model, clients=ga.PartitionedClients((inputs, labels), parts), test=(inputs, labels))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(24, 5),
+    )  # fmt: skip
+
+
+class Viewing(nn.Module):
+    """A model that depends on the memory layout of its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 144, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.convolution(inputs).view(len(inputs), -1))
+
+
+def small(clients: int, sizes: list[int]) -> ga.Task:
+    """Unequal clients of a network that trains in cohorts."""
+    generator = torch.Generator().manual_seed(1)
+    data = []
+    for client in range(clients):
+        n = sizes[client % len(sizes)]
+        data.append((torch.randn(n, 2, 3, generator=generator), torch.randint(3, (n,), generator=generator)))
+    model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3, bias=False))  # noqa: E731
+    return ga.Task(model=model, clients=data, test=data[0])
+
+
+def both(task: ga.Task, algorithm, local: ga.LocalTraining, **options):
+    return [ga.run(task, algorithm, rounds=2, local=local, workers=0, fast=fast, **options) for fast in (True, False)]
+
+
+def close(runs) -> None:
+    fast, plain = vector(runs[0]), vector(runs[1])
+    assert fast.shape == plain.shape
+    assert float((fast - plain).norm()) < 1e-5 * float(plain.norm())
+    for name in ("local_updates", "examples", "bytes_up", "communication_rounds"):
+        assert runs[0].history[name] == runs[1].history[name]
+    for name in ("train_loss", "train_accuracy", "r", "local_loss", "test_loss"):
+        expected = [value for value in runs[1].history[name] if value is not None]
+        assert [value for value in runs[0].history[name] if value is not None] == pytest.approx(expected, rel=1e-4)
+
+
+COMBINATIONS = [
+    ga.FedAvg(),
+    ga.FedGA(beta=0.2),
+    ga.FedGA(beta=0.2, form="step") + ga.FedProx(mu=0.3),
+    ga.Scaffold() + ga.FedProx(mu=0.3),
+    ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1) + ga.FedAdam(lr=0.05),
+]
+LOCALS = [
+    ga.LocalTraining(lr=0.1, steps=5, batch_size=4, weight_decay=0.01),
+    ga.LocalTraining(lr=0.1, epochs=2, batch_size=4, momentum=0.5),
+    ga.LocalTraining(lr=0.1, steps=3, clip_norm=0.1),
+]
+
+
+@pytest.mark.parametrize("local", LOCALS, ids=["steps", "epochs", "clipped"])
+@pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
+def test_cohorts_agree_with_the_per_client_loop(algorithm, local):
+    task = small(30, [7, 7, 4, 12])
+    assert GroupTrainer(task, local, 0).width > 1, "this task should train in cohorts"
+    close(both(task, algorithm, local, clients_per_round=28))
+
+
+@pytest.mark.parametrize("local", LOCALS, ids=["steps", "epochs", "clipped"])
+def test_images_agree_with_the_plain_layout(local):
+    task = images(convolutional)
+    assert LocalTrainer(task, local, 0).channels_last
+    close(both(task, ga.FedGA(beta=0.1) + ga.Scaffold(), local))
+
+
+@pytest.mark.parametrize("task", [images(convolutional), small(60, [7, 9])], ids=["images", "cohorts"])
+def test_bits_do_not_depend_on_the_number_of_workers(task):
+    local = ga.LocalTraining(lr=0.1, epochs=1, batch_size=5)
+    runs = [ga.run(task, ga.FedGA(beta=0.1), rounds=2, local=local, workers=workers) for workers in (0, 1, 2, 3)]
+    assert all(torch.equal(vector(run), vector(runs[0])) for run in runs[1:])
+
+
+def test_models_that_depend_on_the_layout_keep_the_plain_one():
+    task = images(Viewing)
+    assert not LocalTrainer(task, ga.LocalTraining(), 0).channels_last
+    close(both(task, ga.FedAvg(), ga.LocalTraining(lr=0.1, steps=2)))
+
+
+def test_pooling_first_is_exact_in_value_and_gradient():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
+    swapped = nn.Sequential(*plain)
+    pool_before_relu(swapped)
+    assert [type(layer).__name__ for layer in swapped] == ["Conv2d", "MaxPool2d", "ReLU"]
+    inputs = torch.randn(3, 1, 8, 8, requires_grad=True)
+    upstream = torch.randn(3, 4, 3, 3)
+    gradients = [torch.autograd.grad((model(inputs) * upstream).sum(), inputs)[0] for model in (plain, swapped)]
+    assert torch.equal(plain(inputs), swapped(inputs))
+    assert torch.equal(*gradients)
+
+
+def test_hooked_layers_are_left_alone():
+    model = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))
+    model[0].register_forward_hook(lambda *_: None)
+    pool_before_relu(model)
+    assert type(model[0]) is nn.ReLU
+
+
+def test_the_outside_of_a_flat_model_does_not_depend_on_its_inside():
+    torch.manual_seed(0)
+    model = convolutional()
+    expected = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    flat = FlatModel(model, channels_last=True)
+    assert torch.equal(flat.read().x, expected)
+    assert not torch.equal(flat.vector, expected)
+    assert torch.equal(flat.outward(flat.inward(expected)), expected)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(torch.cat([p.detach().reshape(-1) for p in model.parameters()]), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)},
+        {"loss": nn.MultiMarginLoss()},
+        {"predict": lambda model, batch: (model(batch[0]), batch[1])},
+        {"accuracy": lambda outputs, targets: None},
+        {"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3))},
+        {"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))},
+    ],
+)
+def test_what_cohorts_cannot_do_takes_the_per_client_path(change):
+    from dataclasses import replace
+
+    task = replace(small(4, [6]), **change)
+    assert layers_of(task, task.make_model(0)) is None
+
+
+def test_the_digits_task_trains_in_cohorts_and_says_so_in_its_spec(tmp_path):
+    task = digits(clients=6, classes_per_client=3)
+    assert layers_of(task, task.make_model(0)) is not None
+    ga.run(task, ga.FedAvg(), rounds=1, workers=0, fast=False, out=tmp_path / "r")
+    assert "fast = false" in (tmp_path / "r/spec.toml").read_text()
+    with pytest.raises(ga.GradalignError, match=r"fast \(False there, True now\)"):
+        ga.run(task, ga.FedAvg(), rounds=1, workers=0, out=tmp_path / "r", resume=True)
