@@ -87,7 +87,7 @@ def test_compare_writes_table_summary_and_picture():
     assert Path("c/curves.png").read_bytes().startswith(b"\x89PNG")
     picture = Path("c/curves.png").stat().st_size
     assert picture > 20_000
-    assert "already holds a run" in call(*words, code=2).stderr
+    assert "already holds a comparison" in call(*words, code=2).stderr
     resumed = json.loads(call(*words, "--resume", "--json").stdout)
     assert resumed["algorithms"] == summary["algorithms"]
     assert "fedavgm" in call("show", "c").stdout

@@ -22,5 +22,5 @@ def test_values_by_hand():
 def test_bad_schedules():
     with pytest.raises(ga.GradalignError, match="rounds >= 1"):
         ga.Warmup(value=1.0, rounds=0)
-    with pytest.raises(ga.GradalignError, match=r"local.lr must be greater than 0, got 0"):
-        ga.LocalTraining(lr=ga.Warmup(value=0.1, rounds=5))
+    with pytest.raises(ga.GradalignError, match=r"local.lr must be at least 0, got -1"):
+        ga.LocalTraining(lr=ga.Warmup(value=0.1, start=-1.0, rounds=5))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradalign.errors import GradalignError
 from gradalign.plan import Algorithm, ClientView, Plan
-from gradalign.schedule import Schedule, require, value_at
+from gradalign.schedule import Schedule, require, setting_of, value_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,7 @@ class FedGA(Algorithm):
 
     def __post_init__(self) -> None:
         require("algorithm.beta", self.beta, least=0.0)
+        object.__setattr__(self, "beta", setting_of("algorithm.beta", self.beta))
         if self.form not in ("start", "step"):
             raise GradalignError(f'algorithm.form must be "start" or "step", got "{self.form}"')
 
@@ -160,7 +161,7 @@ class Scaffold(Algorithm):
     def keep(self, view: ClientView, update: Tensor, travel: float) -> Tensor:
         """Return k_i − s − Δ_i/(αK)."""
         own, shared = view.memory()
-        return own - shared - update / travel
+        return own - shared - update / travel if travel else own  # a round with α = 0 teaches nothing
 
 
 @dataclass(frozen=True, kw_only=True)

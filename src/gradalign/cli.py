@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -133,7 +134,7 @@ def compare(
     """Compare algorithms over several seeds: a table, summary.json and the curves as a picture."""
     with plain_errors("continue with the same command and --resume"):
         from gradalign.experiment.api import Where
-        from gradalign.experiment.compare import plan_comparison, run_comparison, write_comparison
+        from gradalign.experiment.compare import claimed_folder, plan_comparison, run_comparison, write_comparison
         from gradalign.experiment.progress import comparison_bar
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_comparison
@@ -145,10 +146,11 @@ def compare(
         name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
         folder = output_folder(out, name, resume=resume)
         planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
-        with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
-            where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds)
-            finished = run_comparison(planned, where, on_row=on_row)
-        summary = write_comparison(folder, finished)
+        where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds)
+        with claimed_folder(folder, planned, resume=resume):
+            with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
+                finished = run_comparison(planned, where, on_row=on_row)
+            summary = write_comparison(folder, finished)
         if as_json:
             _print_json(summary | {"folder": str(folder)})
         else:
@@ -194,6 +196,9 @@ theory_cli.register(app)
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show ± shows ? and goes on
     app()
 
 

@@ -204,9 +204,10 @@ class CohortTrainer:
         gradient = torch.zeros_like(stored)
         leaves = self._leaves(stored, gradient, count)
         labels = targets[rows]
-        outputs = self._outputs(leaves, inputs[rows])
-        losses = self._losses(outputs, labels, weights)
-        losses.sum().backward()
+        with torch.enable_grad():
+            outputs = self._outputs(leaves, inputs[rows])
+            losses = self._losses(outputs, labels, weights)
+            losses.sum().backward()
         right = (outputs.detach().argmax(dim=2) == labels).double()
         accuracy = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
         vectors = self._unstore(gradient, count)
@@ -234,7 +235,8 @@ class CohortTrainer:
         count = len(clients)
         inputs, targets, starts = self._gather(examples)
         batches, steps, seen = self._plan_batches([len(one) for one in examples], starts, clients, round_index)
-        stored, start, losses = self._walk(point, plans, inputs, targets, batches, lr)
+        with torch.enable_grad():
+            stored, start, losses = self._walk(point, plans, inputs, targets, batches, lr)
         updates = self._unstore(stored - start, count)
         empty = torch.empty(0, dtype=self.dtype), torch.empty(0, dtype=torch.int64)
         return [

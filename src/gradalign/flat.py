@@ -67,7 +67,31 @@ class FlatModel:
         for p, view in zip(self._parameters, self._views(self.vector), strict=True):
             view.copy_(p.detach())
             p.data = view
-        self._buffer_names = [name for name in module.state_dict() if name in dict(module.named_buffers())]
+        buffers = dict(module.named_buffers())
+        self._buffer_names = [name for name in module.state_dict() if name in buffers]
+        self._buffer_dtype = self._common_dtype()
+        # What is not exchanged begins every client's work as it was made: nothing leaks from one client to the next.
+        kept_out = {name: b for name, b in buffers.items() if name not in self._buffer_names}
+        kept_out |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._constants = {name: value.detach().clone() for name, value in kept_out.items()}
+
+    def _common_dtype(self) -> torch.dtype:
+        """Return a precision in which every float buffer keeps its value."""
+        dtype = self.vector.dtype
+        for name, buffer in self.module.named_buffers():
+            if name in self._buffer_names and buffer.is_complex():
+                raise GradalignError(
+                    f"the buffer {name} is complex; register it with persistent=False or as two buffers"
+                )
+            if name in self._buffer_names and buffer.is_floating_point():
+                dtype = torch.promote_types(dtype, buffer.dtype)
+        return dtype
+
+    def _reset_constants(self) -> None:
+        current = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        for name, value in self._constants.items():
+            if name in current and current[name].shape == value.shape:
+                current[name].data.copy_(value)
 
     def _views(self, vector: Tensor, *, inside: bool = True) -> list[Tensor]:
         """Return the parameters' views of a flat vector, in the layout of the inside or of the outside."""
@@ -113,10 +137,10 @@ class FlatModel:
 
     def read_buffers(self) -> tuple[Tensor, Tensor]:
         """Return (float buffers, integer buffers), each as one new flat CPU vector."""
-        floats = [b.detach().reshape(-1).to("cpu", self.vector.dtype) for b in self._buffers(floating=True)]
+        floats = [b.detach().reshape(-1).to("cpu", self._buffer_dtype) for b in self._buffers(floating=True)]
         ints = [b.detach().reshape(-1).to("cpu", torch.int64) for b in self._buffers(floating=False)]
         return (
-            torch.cat(floats) if floats else torch.empty(0, dtype=self.vector.dtype),
+            torch.cat(floats) if floats else torch.empty(0, dtype=self._buffer_dtype),
             torch.cat(ints) if ints else torch.empty(0, dtype=torch.int64),
         )
 
@@ -136,3 +160,4 @@ class FlatModel:
         """Overwrite the module's parameters and buffers."""
         self.vector.copy_(self.inward(point.x))
         self.write_buffers(point.floats, point.ints)
+        self._reset_constants()

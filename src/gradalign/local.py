@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from gradalign.errors import GradalignError
 from gradalign.fast import gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
 from gradalign.plan import Plan
-from gradalign.schedule import Schedule, require
+from gradalign.schedule import Schedule, require, setting_of
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
@@ -53,7 +54,9 @@ class LocalTraining:
     gradient_examples: int | None = None
 
     def __post_init__(self) -> None:
-        require("local.lr", self.lr, above=0.0)
+        object.__setattr__(self, "lr", setting_of("local.lr", self.lr))
+        # A schedule may pass through zero (a warm-up's start, a cosine's end); a constant may not stay there.
+        require("local.lr", self.lr, **({"above": 0.0} if isinstance(self.lr, float) else {"least": 0.0}))
         require("local.weight_decay", self.weight_decay, least=0.0)
         if not 0.0 <= self.momentum < 1.0:
             raise GradalignError(f"local.momentum must be in [0, 1), got {self.momentum:g}")
@@ -63,8 +66,11 @@ class LocalTraining:
             raise GradalignError("local.steps and local.epochs were both given; choose one")
         for name in ("steps", "epochs", "batch_size", "gradient_examples"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise GradalignError(f"local.{name} must be at least 1, got {value}")
+            if value is None:
+                continue
+            if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+                raise GradalignError(f"local.{name} must be a whole number of at least 1, got {value!r}")
+            object.__setattr__(self, name, operator.index(value))
 
     def steps_for(self, examples: int) -> int:
         """Return K for a client with this many examples."""
@@ -210,8 +216,9 @@ class LocalTrainer:
         flat.attach_gradients()
         flat.gradient.zero_()
         loss_sum, correct, known = 0.0, 0.0, True
-        with global_stream(self.seed, Purpose.GRADIENT, round_index, client):
-            for rows in index.split(chunk):
+        with torch.enable_grad(), global_stream(self.seed, Purpose.GRADIENT, round_index, client):
+            # Even parts: a last part of one example would be too small for batch norm.
+            for rows in index.tensor_split(math.ceil(len(index) / chunk)):
                 share = len(rows) / len(index)
                 loss, outputs, targets = self.loss(examples.batch(rows))
                 (loss * share).backward()
@@ -239,7 +246,7 @@ class LocalTrainer:
         flat.load(point)
         flat.module.train()
         flat.attach_gradients()
-        with global_stream(self.seed, Purpose.TRAIN, round_index, client):
+        with torch.enable_grad(), global_stream(self.seed, Purpose.TRAIN, round_index, client):
             update, loss, seen = self._walk(plan, itertools.islice(batches, steps), examples, lr)
         floats, ints = flat.read_buffers()
         return ClientUpdate(
@@ -308,7 +315,8 @@ class LocalTrainer:
         """Return the summed loss and number right over these examples, in evaluation mode."""
         self.flat.load(point)
         self.flat.module.eval()
-        loss, outputs, targets = self.loss(examples.batch(rows))
+        with global_stream(self.seed, Purpose.EVALUATE, int(rows[0])):
+            loss, outputs, targets = self.loss(examples.batch(rows))
         accuracy = self.task.accuracy(outputs, targets)
         return Score(
             loss=float(loss) * len(rows),

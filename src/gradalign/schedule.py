@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradalign.errors import GradalignError
 
@@ -77,6 +78,18 @@ class Cosine:
 Schedule = Steps | Warmup | OffUntil | Cosine
 
 
+def number(name: str, value: Any) -> float:
+    """Return a plain float for anything that is a number (NumPy and torch scalars too), or say that it is none."""
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        raise GradalignError(f"{name} must be a number or a schedule, got {value!r}")
+    return float(value)
+
+
+def setting_of(name: str, value: Any) -> float | Schedule:
+    """Return a number or a schedule as given by a user."""
+    return value if isinstance(value, Schedule) else number(name, value)
+
+
 def value_at(setting: float | Schedule, round_index: int) -> float:
     """Return the number a constant or a schedule gives in this round."""
     return float(setting) if isinstance(setting, int | float) else setting.at(round_index)
@@ -99,7 +112,7 @@ def values_of(setting: float | Schedule) -> tuple[float, ...]:
 
 def require(name: str, setting: float | Schedule, *, above: float | None = None, least: float | None = None) -> None:
     """Raise unless every number of the setting is finite and inside its range."""
-    for value in values_of(setting):
+    for value in values_of(setting_of(name, setting)):
         if not math.isfinite(value):
             raise GradalignError(f"{name} must be a finite number, got {value}")
         if above is not None and value <= above:

@@ -6,13 +6,35 @@ trained nor on how many workers train them.
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
 import numpy as np
 import torch
+
+# The global generators belong to one block at a time. Forking takes the lock too: a worker forked while another thread
+# draws numbers would inherit a generator locked for ever.
+_global_generators = threading.RLock()
+
+
+def _forget_lock() -> None:
+    global _global_generators
+    _global_generators = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
+
+
+@contextmanager
+def quiet_generators() -> Iterator[None]:
+    """Hold everyone else off the global generators inside the block."""
+    with _global_generators:
+        yield
 
 
 class Purpose(IntEnum):
@@ -28,6 +50,8 @@ class Purpose(IntEnum):
     SPLIT = 8
     PROBE = 9
     SYNTHETIC = 10
+    EVALUATE = 11
+    CLIENT = 12
 
 
 def stream_seed(seed: int, purpose: Purpose, *keys: int) -> int:
@@ -53,21 +77,22 @@ def global_stream(seed: int, purpose: Purpose, *keys: int) -> Iterator[None]:
     Dropout, model initialisation and a user's data augmentation draw from the global generators of torch,
     NumPy and ``random``; this makes them follow our one seed without disturbing the caller's own streams.
     """
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    torch_state, cuda_states = torch.default_generator.get_state(), [torch.cuda.get_rng_state(d) for d in devices]
-    number = stream_seed(seed, purpose, *keys)
-    # Straight to the generators: torch.manual_seed also visits every backend, a hundred times slower.
-    torch.default_generator.manual_seed(number)
-    if devices:
-        torch.cuda.manual_seed_all(number)
-    np.random.seed(number & 0xFFFFFFFF)
-    random.seed(number)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(torch_state)
-        for device, state in zip(devices, cuda_states, strict=True):
-            torch.cuda.set_rng_state(state, device)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+    with _global_generators:
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        numpy_state, python_state = np.random.get_state(), random.getstate()
+        torch_state, cuda_states = torch.default_generator.get_state(), [torch.cuda.get_rng_state(d) for d in devices]
+        number = stream_seed(seed, purpose, *keys)
+        # Straight to the generators: torch.manual_seed also visits every backend, a hundred times slower.
+        torch.default_generator.manual_seed(number)
+        if devices:
+            torch.cuda.manual_seed_all(number)
+        np.random.seed(number & 0xFFFFFFFF)
+        random.seed(number)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(torch_state)
+            for device, state in zip(devices, cuda_states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)

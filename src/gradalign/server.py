@@ -65,14 +65,13 @@ class _Adaptive(ServerRule):
 
     lr: float = 0.1
     beta1: float = 0.9
-    beta2: float = 0.99
     tau: float = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require("server.tau", self.tau, above=0.0)
         for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
+            if not 0.0 <= getattr(self, name, 0.0) < 1.0:
                 raise GradalignError(f"server.{name} must be in [0, 1), got {getattr(self, name):g}")
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
@@ -104,6 +103,7 @@ class FedAdam(_Adaptive):
     """v ← β2·v + (1−β2)·u² (Reddi et al. 2021)."""
 
     label: ClassVar[str] = "fedadam"
+    beta2: float = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         """Return the next v."""
@@ -115,6 +115,7 @@ class FedYogi(_Adaptive):
     """v ← v − (1−β2)·u²·sign(v − u²) (Reddi et al. 2021)."""
 
     label: ClassVar[str] = "fedyogi"
+    beta2: float = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
         """Return the next v."""

@@ -66,14 +66,14 @@ class GroupTrainer:
         *,
         fast: bool = True,
     ) -> None:
-        self.task = task
+        self.task, self.seed = task, seed
         self.one = LocalTrainer(task, local, seed, device, fast=fast)
         layers = layers_of(task, self.one.flat.module) if fast and self.one.device.type == "cpu" else None
         self.cohort = None if layers is None else CohortTrainer(task, local, seed, layers)
         self.width = 1 if self.cohort is None else COHORT
 
     def _tensors(self, clients: Sequence[int]) -> list[TensorExamples]:
-        examples = [self.task.client(client) for client in clients]
+        examples = [self.task.client(client, self.seed) for client in clients]
         return [one for one in examples if isinstance(one, TensorExamples)]
 
     def gradients(
@@ -86,7 +86,7 @@ class GroupTrainer:
         replies = []
         for client in clients:
             with named_failure(f"client {client}"):
-                examples = self.task.client(client)
+                examples = self.task.client(client, self.seed)
                 reply = self.one.gradient(point, examples, client=client, round_index=round_index, limit=limit)
             # The trainer's one gradient vector is overwritten by the group's next client.
             replies.append(reply if len(clients) == 1 else replace(reply, gradient=reply.gradient.clone()))
@@ -103,7 +103,7 @@ class GroupTrainer:
         replies = []
         for client, plan in zip(clients, plans, strict=True):
             with named_failure(f"client {client}"):
-                one = self.task.client(client)
+                one = self.task.client(client, self.seed)
                 replies.append(self.one.train(point, plan, one, client=client, round_index=round_index, lr=lr))
         return replies
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,4 +120,8 @@ def local_engine(
         raise GradalignError(f"workers must be 0 (in this process) or more, got {workers}")
     if torch.device(device).type != "cpu" or workers == 0:
         return InProcessEngine(task, local, seed, device, fast=fast)
+    if multiprocessing.current_process().daemon:
+        if workers is None:
+            return InProcessEngine(task, local, seed, device, fast=fast)
+        raise GradalignError("this process is itself a daemonic worker and may not start workers; use workers=0")
     return PoolEngine(task, local, seed, workers or available_cores(), fast=fast)

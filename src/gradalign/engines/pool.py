@@ -29,6 +29,7 @@ from gradalign.fast import keep_freed_memory
 from gradalign.flat import Point
 from gradalign.local import ClientGradient, ClientUpdate, LocalTraining, Score
 from gradalign.plan import Plan
+from gradalign.seeding import quiet_generators
 from gradalign.tasks.task import Task
 
 ATTEMPTS = 3
@@ -145,7 +146,7 @@ class PoolEngine:
         arguments = (theirs, inherited, os.getpid(), self.task, self.local, self.seed, self.fast, self._desk)
         process = self._context.Process(target=_work, args=arguments, daemon=True, name="gradalign-worker")
         try:
-            with warnings.catch_warnings():
+            with quiet_generators(), warnings.catch_warnings():
                 # Python >= 3.12 warns about forking beside threads; a worker touches none of their locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
@@ -157,19 +158,23 @@ class PoolEngine:
         theirs.close()
         return _Worker(process, ours)
 
+    def _spawn_hint(self) -> str:
+        spawned = self._context.get_start_method() == "spawn"
+        return '; a script that starts workers needs if __name__ == "__main__"' if spawned else ""
+
     def worker_pids(self) -> list[int]:
         """Return the process ids of the workers now alive."""
         return [worker.process.pid for worker in self._workers if worker.process.is_alive()]
 
     def _dismiss(self, worker: _Worker) -> None:
+        if worker in self._workers:
+            self._workers.remove(worker)  # first, so that an interrupt in here leaves no worker to dismiss twice
         worker.pipe.close()
         worker.process.kill()
         worker.process.join()
-        worker.process.close()
 
     def _replace(self, worker: _Worker) -> _Worker:
         self._dismiss(worker)
-        self._workers.remove(worker)
         self._fill()
         return self._workers[-1]
 
@@ -179,7 +184,7 @@ class PoolEngine:
             if task.attempts > ATTEMPTS:
                 raise GradalignError(
                     f"{for_whom(task.job)} ended its worker process {ATTEMPTS} times; "
-                    "it may need more memory than there is, or crash"
+                    "it may need more memory than there is, or crash" + self._spawn_hint()
                 )
             worker.busy = task
             try:
@@ -236,7 +241,6 @@ class PoolEngine:
             # Left early (an error, an interrupt): unfinished work is for nobody. Successors come when needed.
             for worker in [w for w in self._workers if w.busy is not None]:
                 self._dismiss(worker)
-                self._workers.remove(worker)
 
     def gradients(
         self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
@@ -283,9 +287,10 @@ class PoolEngine:
 
     def close(self) -> None:
         """End every worker."""
-        for worker in self._workers:
-            self._dismiss(worker)
-        self._workers.clear()
+        for worker in list(self._workers):
+            worker.process.kill()
+        while self._workers:
+            self._dismiss(self._workers[-1])
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,7 @@ from gradalign.experiment.store import RunFolder
 from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, plain_value
 
 
 def run(
@@ -65,9 +65,13 @@ def run(
         checkpoint_seconds: How much work a crash may cost: a checkpoint at most this often, 0 for every round.
         progress: Show a progress bar; None shows one in a terminal.
     """
-    if rounds < 1:
-        raise GradalignError(f"rounds must be at least 1, got {rounds}")
+    for name, value, least in (("rounds", rounds, 1), ("seed", seed, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise GradalignError(f"{name} must be a whole number of at least {least}, got {value!r}")
     local, measure = local or LocalTraining(), measure or Measure()
+    for name, given, kind in (("task", task, Task), ("local", local, LocalTraining), ("measure", measure, Measure)):
+        if not isinstance(given, kind):
+            raise GradalignError(f"{name} must be a gradalign.{kind.__name__}, got {type(given).__name__}")
     federation = make_federation(
         task,
         combine(algorithm),
@@ -110,6 +114,10 @@ def make_engine(federation: Federation, where: Where) -> Engine:
     """Return the engine that ``where`` names, ready for this federation."""
     if where.engine != "local":
         raise GradalignError(f'the engine must be "local", got "{where.engine}"')
+    try:
+        torch.device(where.device)
+    except RuntimeError:
+        raise GradalignError(f'"{where.device}" is not a device; give for example "cpu" or "cuda:0"') from None
     return local_engine(
         federation.task,
         federation.local,
@@ -161,7 +169,7 @@ def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
     return {
         "seed": federation.seed,
         "fast": federation.fast,
-        "task": _toml({key: value for key, value in facts.items() if value is not None}),
+        "task": plain_value(facts),
         "algorithm": algorithm,
         "server": _plain(federation.algorithm.server),
         "local": _plain(federation.local),
@@ -177,14 +185,10 @@ def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
 def _plain(thing: Any) -> dict[str, Any]:
     """Return a dataclass's fields as TOML values; unset ones are left out."""
     values = {field.name: getattr(thing, field.name) for field in fields(thing)}
-    return {name: _toml(value) for name, value in values.items() if value is not None}
+    return {name: _described(value) for name, value in values.items() if value is not None}
 
 
-def _toml(value: Any) -> Any:
+def _described(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {"kind": type(value).__name__.lower()} | _plain(value)
-    if isinstance(value, Mapping):
-        return {str(key): _toml(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_toml(inner) for inner in value]
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    return plain_value(value)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign import algorithms, server
-from gradalign.errors import GradalignError
+from gradalign.errors import ClientError, GradalignError
 from gradalign.experiment.rounds import Federation
 from gradalign.experiment.spec import AlgorithmSpec, LocalSpec, ScheduleSpec, ServerSpec, Spec
 from gradalign.local import LocalTraining
@@ -147,12 +147,17 @@ def _user_function(name: str) -> Callable[..., Any]:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # a user's file beside the recipe, as with python -m
+    if not module_name or not attribute:
+        raise GradalignError(f'task.name: "{name}" is not package.module:function')
     try:
-        target = getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise GradalignError(f'task.name: cannot import "{module_name}": {error}') from error
-    except AttributeError:
-        raise GradalignError(f'task.name: the module {module_name} has no "{attribute}"') from None
+    except Exception as error:
+        raise ClientError(f"task.name: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    target = getattr(module, attribute, None)
+    if target is None:
+        raise GradalignError(f'task.name: the module {module_name} has no "{attribute}"')
     if not callable(target):
         raise GradalignError(f"task.name: {name} is not a function that makes a Task")
     return target  # type: ignore[no-any-return]
@@ -169,7 +174,12 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
         )
     make = TASKS[name] if name in TASKS else _user_function(name)
     options = dict(options or {})
-    parameters = inspect.signature(make).parameters
+    try:
+        parameters = inspect.signature(make).parameters
+    except ValueError:
+        raise GradalignError(f"task.name: {name} is not a function that makes a Task") from None
+    if "seed" in options:
+        raise GradalignError("task.seed is not a setting: the run's own seed (seed, --seed) is the task's too")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [] if takes_all else sorted(set(options) - set(parameters))
     if unknown:
@@ -179,8 +189,10 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
         options["seed"] = seed
     try:
         task = make(**options)
-    except TypeError as error:
-        raise GradalignError(f"the task {name} could not be made: {error}") from error
+    except GradalignError:
+        raise
+    except Exception as error:
+        raise ClientError(f"the task {name} could not be made: {type(error).__name__}: {error}") from error
     if not isinstance(task, Task):
         raise GradalignError(f"{name} must return a gradalign.Task, got {type(task).__name__}")
     return task

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.api import Where, run_spec
-from gradalign.experiment.build import build_algorithm, build_federation, build_task
-from gradalign.experiment.recipes import Recipe
+from gradalign.experiment.build import build_federation, build_task
+from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.runner import Row, rounds_to, versions
 from gradalign.experiment.spec import Spec
-from gradalign.experiment.store import METRICS, SUMMARY, read_metrics, write_json
+from gradalign.experiment.store import (
+    METRICS,
+    SPEC,
+    SUMMARY,
+    differing_fields,
+    locked,
+    read_metrics,
+    read_toml,
+    refuse_strangers,
+    write_json,
+    write_toml,
+)
 from gradalign.tasks.task import Task
 
-CURVES = "curves.png"
+CURVES, COMPARISON = "curves.png", "compare.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +61,60 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
         raise GradalignError(f"--seeds must be at least 1, got {seeds}")
     if len(set(entries)) < len(entries):
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
-    first = int(recipe.changes.get("seed", recipe.data.get("seed", 0)))
+    first = recipe.spec().seed
+    folders = {entry: folder / re.sub(r"[^\w.+-]+", "-", entry) for entry in entries}
+    if len(set(folders.values())) < len(entries):
+        raise GradalignError("--algorithms has names that would share a folder; choose names that differ in letters")
+    unused = unused_changes(recipe, entries)
+    if unused:
+        raise GradalignError(f"--set {unused[0]}: none of {', '.join(entries)} has such a parameter")
     planned = [
         Planned(
             entry=entry,
             seed=seed,
             spec=recipe.spec_for(entry, seed),
-            folder=folder / re.sub(r"[^\w.+-]+", "-", entry) / f"seed{seed}",
+            folder=folders[entry] / f"seed{seed}",
         )
         for entry in entries
         for seed in range(first, first + seeds)
     ]
-    for one in planned:
-        build_algorithm(one.spec.algorithm, one.spec.server)
-    for entry in entries:  # one task is enough to know that sizes and names fit
-        build_federation(next(one.spec for one in planned if one.entry == entry))
+    made: dict[str, Task] = {}
+    for one in planned[::seeds]:  # one seed is enough to know that sizes and names fit
+        build_federation(one.spec, _task_of(one, made))
     return planned
+
+
+def _task_of(one: Planned, made: dict[str, Task]) -> Task:
+    """Return a run's task; algorithms of one seed share it: the same clients, read once."""
+    key = repr((one.seed, one.spec.task))
+    if key not in made:
+        made[key] = build_task(one.spec.task.name, seed=one.seed, options=one.spec.task.options())
+    return made[key]
+
+
+@contextmanager
+def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) -> Iterator[None]:
+    """Hold a comparison's folder: refuse what is not ours to overwrite, and a second writer."""
+    description = {
+        "name": planned[0].spec.name,
+        "algorithms": list(dict.fromkeys(one.entry for one in planned)),
+        "seeds": sorted({one.seed for one in planned}),
+    }
+    with locked(folder):
+        if (folder / SPEC).exists():
+            raise GradalignError(f"{folder} holds a single run, not a comparison; choose another --out")
+        if (folder / COMPARISON).exists():
+            if not resume:
+                raise GradalignError(
+                    f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
+                )
+            differing = differing_fields(read_toml(folder / COMPARISON), description)
+            if differing:
+                raise GradalignError(f"{folder} holds another comparison: {'; '.join(differing)}")
+        else:
+            refuse_strangers(folder, set())
+            write_toml(folder / COMPARISON, description)
+        yield
 
 
 def run_comparison(
@@ -84,12 +134,8 @@ def run_comparison(
                 on_row(one, row)
 
         try:
-            # Algorithms of one seed share the task: the same clients, read once.
-            key = repr((one.seed, one.spec.task))
-            if key not in made:
-                made[key] = build_task(one.spec.task.name, seed=one.seed, options=one.spec.task.options())
             placed = replace(where, out=one.folder, progress=False)
-            result = run_spec(one.spec, placed, task=made[key], on_row=note)
+            result = run_spec(one.spec, placed, task=_task_of(one, made), on_row=note)
             summary = result.summary
         except DivergedError as error:
             failure = str(error)

@@ -44,8 +44,14 @@ class Recipe:
     changes: Mapping[str, Any]
 
     def spec(self) -> Spec:
-        """Return the one experiment that ``gradalign run`` runs."""
-        return validate(merge(self.data, self.changes), self.source)
+        """Return the one experiment that ``gradalign run`` runs.
+
+        When the command line chooses another algorithm, the file's parameters of its own one are left behind.
+        """
+        chosen = self.changes.get("algorithm")
+        name = chosen.get("name") if isinstance(chosen, Mapping) else None
+        data = self.data if name is None else _fitting(self.data, str(name))
+        return validate(merge(data, self.changes), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
@@ -54,11 +60,25 @@ class Recipe:
         own [algorithm] and [server] tables it takes what its algorithm has.
         """
         settings = self.compare.settings.get(entry, {})
+        if not isinstance(settings.get("algorithm", {}), Mapping):
+            raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
         name = merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"]
         data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
         data = merge(merge(data, settings), _fitting(self.changes, name))
         data["algorithm"]["name"] = name
         return validate(data | {"seed": seed}, f"{self.source} ({entry})")
+
+
+def unused_changes(recipe: Recipe, entries: Iterable[str]) -> list[str]:
+    """Return the command line's [algorithm] and [server] settings that none of the entries can use."""
+    unused = []
+    for table in ("algorithm", "server"):
+        given = recipe.changes.get(table, {})
+        used: set[str] = {"name"}
+        for entry in entries:
+            used |= set(_fitting({table: given}, recipe.spec_for(entry, 0).algorithm.name)[table])
+        unused += [f"{table}.{key}" for key in given if key not in used]
+    return unused
 
 
 def _fitting(data: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -101,7 +121,7 @@ def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None
     try:
         compare = CompareSpec.model_validate(merge(data.pop("compare", {}), changes.pop("compare", {})))
     except ValidationError as error:
-        raise explain(error, f"{path.name}: compare") from None
+        raise explain(error, f"{path.name}: compare", CompareSpec) from None
     except AttributeError:
         raise GradalignError(f"{path.name}: compare: must be a table of settings") from None
     data.setdefault("name", path.stem)

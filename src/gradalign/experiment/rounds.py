@@ -65,7 +65,7 @@ class Federation:
 
     def weight(self, client: int) -> float:
         """Return the client's weight before normalisation."""
-        return float(len(self.task.client(client))) if self.by_examples else 1.0
+        return float(len(self.task.client(client, self.seed))) if self.by_examples else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

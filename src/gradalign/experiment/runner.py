@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradalign._version import __version__
 from gradalign.alignment import alignment_of
 from gradalign.engines import Engine
-from gradalign.errors import DivergedError
+from gradalign.engines.local import one_thread
+from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.rounds import (
     Federation,
     RoundFacts,
@@ -48,6 +50,14 @@ class Measure:
     train_every: int | None = None
     train_clients: int = 50
     target_accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("test_every", "train_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise GradalignError(f"measure.{name} must be a whole number of at least 0, got {value!r}")
+        if not isinstance(self.train_clients, int) or self.train_clients < 1:
+            raise GradalignError(f"measure.train_clients must be at least 1, got {self.train_clients!r}")
 
     def due(self, every: int | None, points: int, round_index: int, rounds: int) -> bool:
         """Return whether something measured at this spacing is due after this many rounds."""
@@ -97,12 +107,18 @@ def _measured(
         row["train_loss"] = _mean(losses, weights)
         known = [accuracy for accuracy in accuracies if accuracy is not None]
         row["train_accuracy"] = _mean(known, weights) if len(known) == len(weights) else None
-        found = alignment_of(list(gradients.values()), weights)
+        with one_thread():  # norms over several threads round differently
+            found = alignment_of(list(gradients.values()), weights)
         row |= {"r": found.r, "drift": found.drift, "drift_ratio": found.drift_ratio, "cosine": found.cosine}
     bad = [name for name, value in row.items() if value is not None and not math.isfinite(value)]
     if bad:
+        name = bad[0].replace("_", " ")
+        if state.round == 0:
+            raise DivergedError(
+                f"the {name} is NaN or infinite before any training; look at the model, the loss or the data"
+            )
         raise DivergedError(
-            f"the {bad[0].replace('_', ' ')} became NaN or infinite after round {state.round}; "
+            f"the {name} became NaN or infinite after round {state.round}; "
             "lower local.lr or algorithm.beta, or set local.clip_norm"
         )
     return row, gradients
@@ -180,7 +196,9 @@ def execute(
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
     restored = folder.restore() if folder is not None else None
-    state, spent = restored or (_initial(federation), 0.0)
+    initial = _initial(federation)
+    state, spent = restored or (initial, 0.0)
+    _same_model(state, initial)
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
     began = time.monotonic() - spent
     saved = time.monotonic()
@@ -218,6 +236,17 @@ def execute(
     return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
 
 
+def _same_model(state: ServerState, initial: ServerState) -> None:
+    """Refuse a checkpoint of another model."""
+    for name, what in (("x", "parameters"), ("floats", "float buffers"), ("ints", "integer buffers")):
+        stored, wanted = getattr(state.point, name), getattr(initial.point, name)
+        if stored.shape != wanted.shape or stored.dtype != wanted.dtype:
+            raise GradalignError(
+                f"the checkpoint holds a model with {stored.numel()} {what} ({stored.dtype}), "
+                f"the task's has {wanted.numel()} ({wanted.dtype})"
+            )
+
+
 def _model(federation: Federation, state: ServerState) -> nn.Module:
     model = federation.task.make_model(federation.seed)
     FlatModel(model).load(state.point)
@@ -227,6 +256,10 @@ def _model(federation: Federation, state: ServerState) -> nn.Module:
 def _finished(federation: Federation, folder: RunFolder) -> Result:
     """Return the result of a run that is complete already."""
     model = federation.task.make_model(federation.seed)
-    model.load_state_dict(load_file(folder.path / MODEL))
+    try:
+        model.load_state_dict(load_file(folder.path / MODEL))
+    except (RuntimeError, OSError, SafetensorError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise GradalignError(f"{folder.path / MODEL} does not fit the task's model: {first}") from None
     rows = read_metrics(folder.path)
     return Result(history=_columns(rows), summary=folder.summary or {}, model=model.eval(), folder=folder.path)

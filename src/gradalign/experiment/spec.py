@@ -133,23 +133,23 @@ class Spec(Section):
         return self.model_dump(exclude_none=True)
 
 
-def _allowed(location: tuple[int | str, ...]) -> list[str]:
+def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     """Return the keys of the table that an unknown key was found in."""
-    model: Any = Spec
+    model: Any = root
     for step in location[:-1]:
         annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
         model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ScheduleSpec
     return [*model.model_fields, "compare"] if model is Spec else list(model.model_fields)
 
 
-def explain(error: ValidationError, source: str) -> GradalignError:
+def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:
     """Turn pydantic's report into one sentence: where, what is allowed, what was given."""
     problems = [problem for problem in error.errors() if not _is_other_branch(problem)] or error.errors()
     first = problems[0]
     location = tuple(step for step in first["loc"] if step not in ("float", "constrained-float", "ScheduleSpec"))
     where = ".".join(str(step) for step in location)
     if first["type"] == "extra_forbidden":
-        allowed = _allowed(location)
+        allowed = _allowed(location, root or Spec)
         close = difflib.get_close_matches(str(location[-1]), allowed, n=1)
         hint = f'; did you mean "{close[0]}"?' if close else f"; known here: {', '.join(allowed)}"
         text = f"{where} is not a known setting{hint}"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -83,53 +84,89 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 
+_locks: set[IO[str]] = set()
+
+
+def _drop_inherited_locks() -> None:
+    """Close a forked worker's copies: a lock must end with the process that took it, not with its workers."""
+    for lock in _locks:
+        lock.close()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_inherited_locks)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder if need be and keep other writers out of it inside the block."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise GradalignError(f"cannot use {folder} as a run folder: {error.strerror or error}") from None
+    with lock:
+        try:
+            import fcntl
+        except ImportError:  # not a Unix: nothing to lock with
+            yield
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise GradalignError(f"another process is writing to {folder}") from None
+        _locks.add(lock)
+        try:
+            yield
+        finally:
+            _locks.discard(lock)
+
+
+def refuse_strangers(folder: Path, ours: set[str]) -> None:
+    """Raise when the folder holds anything that is not ours."""
+    names = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
+    strangers = sorted(names - ours)
+    if strangers:
+        raise GradalignError(
+            f"{folder} is not a run folder and not empty (it has {strangers[0]}); choose another --out"
+        )
+
+
 class RunFolder:
     """One run's folder, locked against a second writer while it is open."""
 
     def __init__(self, path: Path, spec: Mapping[str, Any], *, resume: bool) -> None:
         self.path, self.spec = path, spec
         self._metrics: IO[str] | None = None
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise GradalignError(f"cannot use {path} as a run folder: {error.strerror or error}") from None
-        self._lock = self._take_lock()
+        self._held = ExitStack()
+        self._held.enter_context(locked(path))
         try:
             self._check(resume)
         except BaseException:
             self.close()
             raise
 
-    def _take_lock(self) -> IO[str] | None:
-        try:
-            import fcntl
-        except ImportError:  # not a Unix: nothing to lock with
-            return None
-        lock = (self.path / LOCK).open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise GradalignError(f"another process is writing to {self.path}") from None
-        return lock
-
     def _check(self, resume: bool) -> None:
-        spec_path = self.path / SPEC
-        if spec_path.exists():
-            if not resume:
-                raise GradalignError(
-                    f"{self.path} already holds a run; add --resume to continue it, or choose another --out"
-                )
-            differing = differing_fields(read_spec(self.path), _as_toml(self.spec))
-            if differing:
-                raise GradalignError(f"{self.path} holds a run with other settings: {'; '.join(differing)}")
+        for left_over in self.path.glob(".*.tmp"):
+            left_over.unlink(missing_ok=True)  # of a process that was killed: the lock says that nobody else is here
+        if not ((self.path / SPEC).exists() and self._begun()):
+            refuse_strangers(self.path, {SPEC, METRICS})
+            write_toml(self.path / SPEC, self.spec)
             return
-        strangers = [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]
-        if strangers:
+        if not resume:
             raise GradalignError(
-                f"{self.path} is not a run folder and not empty (it has {strangers[0]}); choose another --out"
+                f"{self.path} already holds a run; add --resume to continue it, or choose another --out"
             )
-        write_atomically(spec_path, lambda file: _put(file, tomli_w.dumps(dict(self.spec))))
+        differing = differing_fields(read_spec(self.path), _as_toml(self.spec))
+        if differing:
+            raise GradalignError(f"{self.path} holds a run with other settings: {'; '.join(differing)}")
+
+    def _begun(self) -> bool:
+        """Return whether there is anything to lose: a run that failed before its first row may start anew."""
+        metrics = self.path / METRICS
+        files = (self.path / SUMMARY, self.path / CHECKPOINT)
+        return any(file.exists() for file in files) or (metrics.exists() and metrics.stat().st_size > 0)
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -163,22 +200,37 @@ class RunFolder:
     def finish(self, model: Mapping[str, Tensor], summary: Mapping[str, Any]) -> None:
         """Write the model, then the summary, whose presence says that the run is complete."""
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.items()}
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
         write_atomically(self.path / MODEL, lambda file: save_file(tensors, file))
         write_json(self.path / SUMMARY, summary)
         (self.path / CHECKPOINT).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the files and let go of the lock."""
-        for file in (self._metrics, self._lock):
-            if file is not None:
-                file.close()
-        self._metrics = self._lock = None
+        if self._metrics is not None:
+            self._metrics.close()
+        self._metrics = None
+        self._held.close()
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def write_toml(path: Path, data: Mapping[str, Any]) -> None:
+    """Write TOML atomically."""
+    write_atomically(path, lambda file: _put(file, tomli_w.dumps(dict(data))))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file that this library wrote."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GradalignError(f"{path} cannot be read: {error}") from None
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -191,12 +243,9 @@ def _as_toml(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_spec(folder: Path) -> dict[str, Any]:
     """Read a run folder's spec."""
-    try:
-        return tomllib.loads((folder / SPEC).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise GradalignError(f"{folder} is not a run folder: it has no {SPEC}") from None
-    except (OSError, ValueError) as error:
-        raise GradalignError(f"{folder / SPEC} cannot be read: {error}") from None
+    if not (folder / SPEC).exists():
+        raise GradalignError(f"{folder} is not a run folder: it has no {SPEC}")
+    return read_toml(folder / SPEC)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -91,8 +91,9 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     target = summary["target_accuracy"]
     table = Table(title=f"{escape(summary['name'])}, {_seeds(summary)}, {summary['rounds']} rounds")
     table.add_column("algorithm", style="bold")
-    table.add_column("best test accuracy, %", justify="right")
-    table.add_column("final test accuracy, %", justify="right")
+    scored = any(entry["best_test_accuracy"] for entry in summary["algorithms"])
+    for name in ("best test accuracy, %", "final test accuracy, %") if scored else ("final test loss",):
+        table.add_column(name, justify="right")
     table.add_column("communication rounds" + (f" to {100 * target:.4g} %" if target else ""), justify="right")
     table.add_column("final r(x)", justify="right")
     for entry in summary["algorithms"]:
@@ -100,8 +101,11 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         name = escape(entry["name"]) + (f" ({failed} of {len(entry['runs'])} diverged)" if failed else "")
         table.add_row(
             name,
-            _percent(entry["best_test_accuracy"]),
-            _percent(entry["final_test_accuracy"]),
+            *(
+                (_percent(entry["best_test_accuracy"]), _percent(entry["final_test_accuracy"]))
+                if scored
+                else (_spread(entry["final_test_loss"], ".4g"),)
+            ),
             _target_cell(entry),
             _spread(entry["final_r"], ".2g"),
         )
@@ -111,7 +115,8 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     console.print(
         "mean ± standard deviation over the seeds; a round with a gradient phase counts as two", soft_wrap=True
     )
-    console.print(f"curves: {escape(str(folder / CURVES))}", soft_wrap=True)
+    if (folder / CURVES).exists():
+        console.print(f"curves: {escape(str(folder / CURVES))}", soft_wrap=True)
     console.print(f"summary: {escape(str(folder / SUMMARY))}", soft_wrap=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -64,7 +65,11 @@ def as_examples(data: Any) -> Examples:
     if isinstance(data, TensorDataset):
         return TensorExamples(tuple(data.tensors))
     if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
-        return TensorExamples(tuple(torch.as_tensor(part) for part in data))
+        if any(part.ndim == 0 for part in data):
+            raise GradalignError("inputs and targets must have one entry per example, got a single number")
+        # Arrays with negative strides are valid NumPy, but torch cannot see them.
+        arrays = [np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part for part in data]
+        return TensorExamples(tuple(torch.as_tensor(part) for part in arrays))
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | Mapping):
         return DatasetExamples(data)
     raise GradalignError(
@@ -94,6 +99,12 @@ class PartitionedClients(Sequence[Examples]):
         return len(self.offsets) - 1
 
     def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return [self[i] for i in range(*client.indices(len(self)))]
+        client = operator.index(client)
+        if not -len(self) <= client < len(self):
+            raise IndexError(f"there are {len(self)} clients, and no client {client}")
+        client %= len(self)
         start, stop = self.offsets[client], self.offsets[client + 1]
         return TensorExamples(self.tensors, self.rows[start:stop])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradalign.errors import GradalignError
+from gradalign.errors import ClientError, GradalignError
 from gradalign.seeding import Purpose, global_stream
 from gradalign.tasks.data import Examples, PartitionedClients, as_examples
 
@@ -30,9 +31,27 @@ def share_correct(outputs: Any, targets: Any) -> Tensor | None:
     """Return the share of right classes, or None where outputs and targets are not class scores and labels."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
-    if outputs.ndim != targets.ndim + 1 or outputs.shape[1] < 2:
+    if outputs.ndim != targets.ndim + 1 or outputs.ndim < 2:
         return None
-    return (outputs.argmax(dim=1) == targets).double().mean()
+    # Classes along the second axis, as torch's losses have them, or along the last, as language models give them.
+    for axis in (1, outputs.ndim - 1):
+        rest = outputs.shape[:axis] + outputs.shape[axis + 1 :]
+        if rest == targets.shape and outputs.shape[axis] > 1:
+            return (outputs.argmax(dim=axis) == targets).double().mean()
+    return None
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value that JSON and TOML can hold: numbers, words, lists and tables; anything else as its text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()  # NumPy's and torch's numbers and arrays
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [plain_value(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +80,8 @@ class Task:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not hasattr(self.clients, "__len__") or not hasattr(self.clients, "__getitem__"):
+            raise GradalignError(f"Task.clients must be a sequence with one entry per client, got {self.clients!r}")
         if len(self.clients) == 0:
             raise GradalignError(f"the task {self.name} has no clients")
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
@@ -73,9 +94,13 @@ class Task:
         if len(empty):
             raise GradalignError(f"client {empty[0]} of the task {self.name} has no examples; every client needs some")
 
-    def client(self, index: int) -> Examples:
-        """Return one client's examples."""
-        examples = as_examples(self.clients[index])
+    def client(self, index: int, seed: int = 0) -> Examples:
+        """Return one client's examples; a sequence that makes them on demand draws from a stream of its own."""
+        if isinstance(self.clients, PartitionedClients | list | tuple):
+            examples = as_examples(self.clients[index])
+        else:
+            with global_stream(seed, Purpose.CLIENT, index):
+                examples = as_examples(self.clients[index])
         if len(examples) == 0:
             raise GradalignError(f"client {index} of the task {self.name} has no examples; every client needs some")
         return examples
@@ -91,11 +116,20 @@ class Task:
         if isinstance(self.model, nn.Module):
             model = copy.deepcopy(self.model)
         else:
-            with global_stream(seed, Purpose.INIT):
-                model = self.model()
+            try:
+                with global_stream(seed, Purpose.INIT):
+                    model = self.model()
+            except GradalignError:
+                raise
+            except Exception as error:
+                message = f"the model of the task {self.name} could not be made: {type(error).__name__}: {error}"
+                raise ClientError(message) from error
         if not isinstance(model, nn.Module):
             raise GradalignError(f"Task.model must make a torch.nn.Module, got {type(model).__name__}")
-        return model.to(device).train()
+        try:
+            return model.to(device).train()
+        except (RuntimeError, AssertionError) as error:
+            raise GradalignError(f'the model cannot be put on the device "{device}": {error}') from error
 
     def describe(self) -> dict[str, Any]:
         """Return counts and facts for summaries."""
@@ -109,4 +143,4 @@ class Task:
             counts["train_examples"] = int(sizes.sum())
             counts["examples_per_client"] = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
         counts["test_examples"] = 0 if self.test_examples is None else len(self.test_examples)
-        return counts | dict(self.facts)
+        return counts | {str(name): plain_value(value) for name, value in self.facts.items()}

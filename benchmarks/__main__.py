@@ -1,0 +1,153 @@
+"""``python -m benchmarks [--json] [W1 W3 …]``: rounds per contender, interleaved in one run, medians and ratios."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import gradalign as ga
+from benchmarks.contenders import plain_loop, this_library, tuned_loop
+from benchmarks.workloads import WORKLOADS, Workload
+
+
+def seconds(action: Callable[[], None]) -> float:
+    """Return how long an action takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def machine_peak() -> float:
+    """Return the fp32 floating-point operations per second of a large matrix product on all cores."""
+    a, b = torch.randn(3000, 3000), torch.randn(3000, 3000)
+    best = min(seconds(lambda: torch.mm(a, b)) for _ in range(5))
+    return 2 * 3000**3 / best
+
+
+def flops_per_round(workload: Workload) -> int:
+    """Return the model's operations in one round, forward and backward, as torch counts them."""
+    model = workload.model()
+    inputs = (
+        torch.randint(80, (workload.batch, *workload.shape))
+        if workload.letters
+        else torch.randn(workload.batch, *workload.shape)
+    )
+    labels = torch.randint(workload.classes, (workload.batch,))
+    with FlopCounterMode(display=False) as counter:
+        F.cross_entropy(model(inputs), labels).backward()
+    return counter.get_total_flops() * workload.sampled * workload.local_steps()
+
+
+def fedga_factor(workload: Workload) -> float:
+    """Return how many more examples a FedGA round computes gradients for than a FedAvg round."""
+    return (workload.samples() + workload.sampled * workload.size) / workload.samples()
+
+
+def measure(workload: Workload, repetitions: int, peak: float) -> dict[str, Any]:
+    """Time all contenders on one workload."""
+    data = workload.data()
+    with ExitStack() as stack:
+        contenders = {
+            "plain": stack.enter_context(plain_loop(workload, data)),
+            "tuned": stack.enter_context(tuned_loop(workload, data)),
+            "gradalign": stack.enter_context(this_library(workload, data)),
+            "gradalign FedGA": stack.enter_context(this_library(workload, data, ga.FedGA(beta=0.01))),
+        }
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for action in contenders.values():
+            action()  # the first round pays for warming up
+        for _ in range(repetitions):
+            for name, action in contenders.items():
+                times[name].append(seconds(action))
+    median = {name: statistics.median(values) for name, values in times.items()}
+    ratios = [plain / ours for plain, ours in zip(times["plain"], times["gradalign"], strict=True)]
+    return {
+        "workload": workload.name,
+        "what": workload.what,
+        "seconds": median,
+        "speedup": median["plain"] / median["gradalign"],
+        "speedup_range": [min(ratios), max(ratios)],
+        "speedup_over_tuned": median["tuned"] / median["gradalign"],
+        "share_of_peak": flops_per_round(workload) / median["gradalign"] / peak,
+        "fedga_over_fedavg": median["gradalign FedGA"] / median["gradalign"],
+        "fedga_samples": fedga_factor(workload),
+    }
+
+
+def crowd_ratio(repetitions: int) -> float:
+    """Return the time of a round with 100,000 clients over one with 100, the sampled clients being alike."""
+    from dataclasses import replace
+
+    tiny = replace(WORKLOADS["W3"], size=10, batch=10, sampled=50, epochs=5)
+    crowds = [replace(tiny, clients=clients) for clients in (100, 100_000)]
+    with ExitStack() as stack:
+        rounds = [stack.enter_context(this_library(crowd, crowd.data())) for crowd in crowds]
+        for play in rounds:
+            play()
+        times = [[seconds(play) for play in rounds] for _ in range(3 * repetitions)]
+    return statistics.median(t[1] for t in times) / statistics.median(t[0] for t in times)
+
+
+def print_table(results: list[dict[str, Any]], peak: float) -> None:
+    """Print the results for people."""
+    table = Table(title="seconds a round (median); how many times faster than the plain loop")
+    for name in (
+        "workload",
+        "plain",
+        "tuned",
+        "gradalign",
+        "faster than plain",
+        "than tuned",
+        "of peak",
+        "FedGA / FedAvg",
+    ):
+        table.add_column(name, justify="left" if name == "workload" else "right")
+    for row in results:
+        low, high = row["speedup_range"]
+        table.add_row(
+            f"{row['workload']} {row['what']}",
+            *(f"{row['seconds'][name]:.3f}" for name in ("plain", "tuned", "gradalign")),
+            f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})",
+            f"{row['speedup_over_tuned']:.2f}",
+            f"{row['share_of_peak']:.0%}",
+            f"{row['fedga_over_fedavg']:.2f} for {row['fedga_samples']:.2f} times the examples",
+        )
+    console = Console(width=150)
+    console.print(table)
+    console.print(f"fp32 peak of this machine by a large matrix product: {peak / 1e9:.0f} GFLOP/s")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("workloads", nargs="*", metavar="W", help=f"some of {', '.join(WORKLOADS)} (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed rounds of each contender (default 5)")
+    words = parser.parse_args()
+    unknown = [name for name in words.workloads if name not in WORKLOADS]
+    if unknown or words.repetitions < 1:
+        parser.error(f"unknown workload {unknown[0]}" if unknown else "--repetitions must be at least 1")
+    peak = machine_peak()
+    results = [measure(WORKLOADS[name], words.repetitions, peak) for name in words.workloads or WORKLOADS]
+    crowd = crowd_ratio(words.repetitions) if not words.workloads else None
+    if words.json:
+        print(json.dumps({"peak_flops": peak, "results": results, "crowd_ratio": crowd}, indent=2))
+        return
+    print_table(results, peak)
+    if crowd is not None:
+        print(f"a round with 100,000 clients takes {crowd:.3f} times a round with 100")
+
+
+if __name__ == "__main__":
+    main()
