@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 
 from gradalign._version import __version__
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, LostRankError
+from gradalign.launch import rank, under_torchrun
 
 app = typer.Typer(
     help="Train PyTorch models so that the gradients of mini-batches, GPUs and federated clients agree.",
@@ -33,6 +34,14 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder
 Workers = Annotated[
     int | None,
     typer.Option("--workers", min=0, help="Worker processes (default: one per core; 0: none). Never changes results."),
+]
+EngineName = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="local|distributed",
+        help="Who does the clients' work (default: distributed under torchrun, else local). Never changes results.",
+    ),
 ]
 Checkpoint = Annotated[
     float,
@@ -57,10 +66,17 @@ def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
     try:
         yield
     except GradalignError as error:
-        _say(f"error: {error}")
+        hint = f"; {resume_hint}" if resume_hint and isinstance(error, LostRankError) else ""
+        # All ranks of a job meet the same mistakes: one of them speaks. Of rank 0's own end, rank 1 tells.
+        if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
+            _say(f"error: {error}{hint}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:
-        _say("stopped" + (f"; {resume_hint}" if resume_hint else ""))
+        why = (
+            " by torchrun, as when another rank has ended" if under_torchrun() and isinstance(stop, _Terminated) else ""
+        )
+        if rank() == 0:
+            _say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
     except OSError as error:
         _say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
@@ -91,21 +107,30 @@ def run(
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
+    engine: EngineName = None,
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Run one experiment."""
     with plain_errors("continue with the same command and --resume"):
-        from gradalign.experiment.api import Where, run_spec
+        from gradalign.experiment.api import Where, default_engine, run_spec
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_summary
 
         spec = load_recipe(recipe, settings or (), seed).spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
-        where = Where(workers=workers, out=folder, resume=resume, checkpoint_seconds=checkpoint_seconds)
+        where = Where(
+            engine=engine or default_engine(),
+            workers=workers,
+            out=folder,
+            resume=resume,
+            checkpoint_seconds=checkpoint_seconds,
+        )
         result = run_spec(spec, where)
+        if result.folder is None:  # one of the ranks that worked for rank 0
+            return
         if as_json:
             _print_json(result.summary | {"folder": str(folder)})
         else:
@@ -131,6 +156,8 @@ def compare(
 ) -> None:
     """Compare algorithms over several seeds: a table, summary.json and the curves as a picture."""
     with plain_errors("continue with the same command and --resume"):
+        if under_torchrun():
+            raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.experiment.api import Where
         from gradalign.experiment.compare import plan_comparison, run_comparison, write_comparison
         from gradalign.experiment.progress import comparison_bar

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradalign._version import __version__
 from gradalign.alignment import alignment_of
 from gradalign.engines import Engine
-from gradalign.errors import DivergedError
+from gradalign.errors import DivergedError, LostRankError
 from gradalign.experiment.rounds import (
     Federation,
     RoundFacts,
@@ -207,7 +207,7 @@ def execute(
             if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
-    except (DivergedError, KeyboardInterrupt):
+    except (DivergedError, LostRankError, KeyboardInterrupt):
         if folder is not None:
             folder.save_checkpoint(state, time.monotonic() - began)
         raise
