@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gradalign as ga
+from conftest import blobs, vector
 
 STEPS, SIZE, BETA = 4, 12, 0.3
 SETTINGS: dict[str, dict] = {
@@ -91,8 +93,6 @@ def this_rank(name: str) -> tuple[Tensor, list[int]]:
 
 
 def _verbs(opt: ga.GradAlign, model: nn.Module, part: tuple[Tensor, Tensor]) -> None:
-    from contextlib import nullcontext
-
     parallel = isinstance(model, DistributedDataParallel)
     opt.zero_grad()
     with model.no_sync() if parallel else nullcontext():
@@ -100,6 +100,14 @@ def _verbs(opt: ga.GradAlign, model: nn.Module, part: tuple[Tensor, Tensor]) -> 
         opt.displace()
         F.cross_entropy(model(part[0]), part[1]).backward()
     opt.step()
+
+
+def run_of_everything(engine: str | None = None) -> ga.Result:
+    """An experiment with everything in it that could go out of step."""
+    algorithm = ga.FedGA(beta=0.1) + ga.FedProx(mu=0.1) + ga.Scaffold(control="kept") + ga.FedAdam(lr=0.05)
+    workers = 0 if engine == "local" else None
+    local = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
+    return ga.run(blobs(), algorithm, rounds=3, clients_per_round=5, local=local, engine=engine, workers=workers)
 
 
 class Counter:
@@ -159,8 +167,11 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     dist.all_reduce = Counter.all_reduce
     ends = {name: this_rank(name) for name in SETTINGS}
+    result = run_of_everything()
     report = {
         "ends": ends,
+        "run": vector(result),
+        "test accuracy": result.history["test_accuracy"],
         "skips": skips_together(),
         "unused": unused_somewhere(),
         "complaints": complaints(),

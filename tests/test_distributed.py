@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from ranks_at_work import SETTINGS, one_process
+from conftest import vector
+from gradalign.cli import app
+from gradalign.experiment.store import read_metrics
+from ranks_at_work import SETTINGS, one_process, run_of_everything
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src"
@@ -68,3 +72,83 @@ def test_averaging_by_ddp_before_alignment_is_noticed(reports):
     for report in reports:
         assert "give it as GradAlign(..., model=model)" in report["complaints"]["closure"]
         assert "inside model.no_sync()" in report["complaints"]["verbs"]
+
+
+def test_the_runner_gives_every_rank_the_local_engines_bits(reports):
+    expected = run_of_everything("local")
+    for report in reports:
+        assert torch.equal(report["run"], vector(expected))
+        assert report["test accuracy"] == expected.history["test_accuracy"]
+
+
+TASK = """
+import os, signal
+from conftest import blobs
+import gradalign as ga
+
+class Mortal:
+    def __init__(self, examples):
+        self.inputs, self.targets = examples
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        if os.environ.get("RANK") == os.environ.get("VICTIM") and os.path.exists("runs/checkpoint.safetensors"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.inputs[index], self.targets[index]
+
+def make(seed):
+    task = blobs()
+    return ga.Task(model=task.model, clients=[Mortal(client) for client in task.clients], test=task.test)
+"""
+RECIPE = """
+rounds = 6
+[task]
+name = "mortal:make"
+[algorithm]
+name = "fedga"
+beta = 0.1
+[local]
+lr = 0.1
+steps = 2
+batch_size = 8
+"""
+RUN = ("-m", "gradalign", "run", "recipe.toml", "--checkpoint-seconds", "0")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_rank_ends_the_job_and_others_resume_it_to_the_same_bits(tmp_path, monkeypatch, victim):
+    (tmp_path / "mortal.py").write_text(TASK)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.setenv("VICTIM", str(victim))
+    killed = torchrun(2, *RUN, "--out", "runs", cwd=tmp_path)  # waits 120 seconds at most, and needs a few
+    assert killed.returncode != 0
+    named = f"error: rank {victim} of the job ended before its work was done; continue with the same command"
+    assert named in killed.stderr or "stopped by torchrun" in killed.stderr
+    assert not (tmp_path / "runs" / "summary.json").exists()
+    monkeypatch.delenv("VICTIM")
+    if victim == 0:
+        return
+    resumed = torchrun(3, *RUN, "--out", "runs", "--resume", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert resumed.stdout.count("test accuracy") == 1, "rank 0 alone prints"
+    alone = subprocess.run(
+        [sys.executable, *RUN, "--out", "alone", "--workers", "0"], cwd=tmp_path, env=environment(), capture_output=True
+    )
+    assert alone.returncode == 0, alone.stderr
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("runs", "alone")]
+    assert models[0] == models[1]
+    rows = [read_metrics(tmp_path / name) for name in ("runs", "alone")]
+    assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[1]]
+
+
+def test_without_ranks_the_distributed_engine_says_how_to_start_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["run", "digits", "--engine", "distributed"])
+    assert done.exit_code == 2
+    assert "torchrun --nproc-per-node N -m gradalign run RECIPE" in done.stderr
+    unknown = CliRunner().invoke(app, ["run", "digits", "--engine", "carrier-pigeon"])
+    assert unknown.exit_code == 2
+    assert "the engine must be" in unknown.stderr
+    assert not list(tmp_path.rglob("spec.toml")), "nothing is left behind"

@@ -61,8 +61,9 @@ def _terminate(*_: object) -> None:
 @contextmanager
 def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
     """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
+    before = None
     with suppress(ValueError):  # not the main thread: signals are someone else's
-        signal.signal(signal.SIGTERM, _terminate)
+        before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except GradalignError as error:
@@ -72,15 +73,17 @@ def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
             _say(f"error: {error}{hint}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:
-        why = (
-            " by torchrun, as when another rank has ended" if under_torchrun() and isinstance(stop, _Terminated) else ""
-        )
+        terminated = isinstance(stop, _Terminated)
+        why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
         if rank() == 0:
             _say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
-        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
+        raise typer.Exit(143 if terminated else 130) from None
     except OSError as error:
         _say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         raise typer.Exit(2) from None
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)  # from here on there is nothing left to tidy up
 
 
 def _say(text: str) -> None:

@@ -55,8 +55,9 @@ class Wire:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise LostRankError(f"rank {peer} of the job ended before its work was done ({reason})") from error
+            late = "timed out" in str(error).lower()
+            what = "did not answer in time" if late else "ended before its work was done"
+            raise LostRankError(f"rank {peer} of the job {what}") from error
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Send a CPU tensor whose shape and kind the receiver knows."""
