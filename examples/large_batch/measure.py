@@ -100,10 +100,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="the folder with the emnist-balanced-* files")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--examples", type=int, default=9400, help="training examples")
-    parser.add_argument("--updates", type=int, default=200, help="large-batch updates")
+    parser.add_argument("--updates", type=int, default=400, help="large-batch updates")
     parser.add_argument("--parts", type=int, default=8, help="small batches in a large one")
     parser.add_argument("--small", type=int, default=250, help="examples in a small batch")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--small-lr", type=float, default=0.1, help="the learning rate of small-batch SGD")
     parser.add_argument(
         "--large-lr", type=float, default=0.2, help="the learning rate of large-batch SGD and GradAlign"
@@ -120,9 +120,9 @@ def main() -> None:
     train_data, test_data = emnist.load(options.data, "train", options.examples), emnist.load(options.data, "test")
     methods = [
         Method("small-batch SGD", options.small_lr, sequential=True),
-        Method("large-batch SGD", options.large_lr),
+        *(Method("large-batch SGD", lr) for lr in options.large_lr),
         Method("linear scaling", options.small_lr * options.parts),
-        *(Method(f"GradAlign β={beta:g}", options.large_lr, beta) for beta in options.betas),
+        *(Method(f"GradAlign β={beta:g}", options.aligned_lr, beta) for beta in options.betas),
     ]
     results = []
     for method in methods:
