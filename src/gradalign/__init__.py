@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         FedDyn,
         FedGA,
         FedProx,
-        GradAlign,
         LargeBatchSGD,
         LinearScaling,
         Scaffold,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from gradalign.experiment.api import run
     from gradalign.experiment.runner import Measure, Result
     from gradalign.local import LocalTraining
+    from gradalign.optim import GradAlign
     from gradalign.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.server import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.tasks.data import PartitionedClients
@@ -36,7 +36,6 @@ _HOMES = {
         "FedDyn",
         "FedGA",
         "FedProx",
-        "GradAlign",
         "LargeBatchSGD",
         "LinearScaling",
         "Scaffold",
@@ -45,6 +44,7 @@ _HOMES = {
     "gradalign.experiment.api": ("run",),
     "gradalign.experiment.runner": ("Measure", "Result"),
     "gradalign.local": ("LocalTraining",),
+    "gradalign.optim": ("GradAlign",),
     "gradalign.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
     "gradalign.server": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),
     "gradalign.tasks.data": ("PartitionedClients",),

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from gradalign import theory_cli
 from gradalign._version import __version__
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, LostRankError
+from gradalign.launch import rank, under_torchrun
 
 app = typer.Typer(
     help="Train PyTorch models so that the gradients of mini-batches, GPUs and federated clients agree.",
@@ -36,6 +37,14 @@ Workers = Annotated[
     int | None,
     typer.Option("--workers", min=0, help="Worker processes (default: one per core; 0: none). Never changes results."),
 ]
+EngineName = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="local|distributed",
+        help="Who does the clients' work (default: distributed under torchrun, else local). Never changes results.",
+    ),
+]
 Checkpoint = Annotated[
     float,
     typer.Option("--checkpoint-seconds", min=0, help="Keep a checkpoint at most this often; 0 after every round."),
@@ -54,19 +63,29 @@ def _terminate(*_: object) -> None:
 @contextmanager
 def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
     """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
+    before = None
     with suppress(ValueError):  # not the main thread: signals are someone else's
-        signal.signal(signal.SIGTERM, _terminate)
+        before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except GradalignError as error:
-        _say(f"error: {error}")
+        hint = f"; {resume_hint}" if resume_hint and isinstance(error, LostRankError) else ""
+        # All ranks of a job meet the same mistakes: one of them speaks. Of rank 0's own end, rank 1 tells.
+        if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
+            _say(f"error: {error}{hint}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:
-        _say("stopped" + (f"; {resume_hint}" if resume_hint else ""))
-        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
+        terminated = isinstance(stop, _Terminated)
+        why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
+        if rank() == 0:
+            _say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
+        raise typer.Exit(143 if terminated else 130) from None
     except OSError as error:
         _say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         raise typer.Exit(2) from None
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)  # from here on there is nothing left to tidy up
 
 
 def _say(text: str) -> None:
@@ -93,21 +112,30 @@ def run(
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
+    engine: EngineName = None,
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Run one experiment."""
     with plain_errors("continue with the same command and --resume"):
-        from gradalign.experiment.api import Where, run_spec
+        from gradalign.experiment.api import Where, default_engine, run_spec
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_summary
 
         spec = load_recipe(recipe, settings or (), seed).spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
-        where = Where(workers=workers, out=folder, resume=resume, checkpoint_seconds=checkpoint_seconds)
+        where = Where(
+            engine=engine or default_engine(),
+            workers=workers,
+            out=folder,
+            resume=resume,
+            checkpoint_seconds=checkpoint_seconds,
+        )
         result = run_spec(spec, where)
+        if result.folder is None:  # one of the ranks that worked for rank 0
+            return
         if as_json:
             _print_json(result.summary | {"folder": str(folder)})
         else:
@@ -133,6 +161,8 @@ def compare(
 ) -> None:
     """Compare algorithms over several seeds: a table, summary.json and the curves as a picture."""
     with plain_errors("continue with the same command and --resume"):
+        if under_torchrun():
+            raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.experiment.api import Where
         from gradalign.experiment.compare import claimed_folder, plan_comparison, run_comparison, write_comparison
         from gradalign.experiment.progress import comparison_bar

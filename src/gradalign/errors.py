@@ -13,3 +13,7 @@ class DivergedError(GradalignError):
 
 class ClientError(GradalignError):
     """The user's own code (model, loss, data) raised while it worked for one client."""
+
+
+class LostRankError(GradalignError):
+    """A rank of a torchrun job ended before the others were done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from gradalign.engines import Engine
+from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation, make_federation
@@ -20,6 +22,8 @@ from gradalign.experiment.rounds import Federation
 from gradalign.experiment.runner import CHECKPOINT_SECONDS, Measure, Result, Row, execute
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import RunFolder
+from gradalign.flat import FlatModel
+from gradalign.launch import under_torchrun
 from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
@@ -38,6 +42,7 @@ def run(
     measure: Measure | None = None,
     seed: int = 0,
     fast: bool = True,
+    engine: str | None = None,
     workers: int | None = None,
     device: torch.device | str = "cpu",
     out: str | Path | None = None,
@@ -58,6 +63,8 @@ def run(
         measure: What is measured and how often.
         seed: The seed of everything random.
         fast: Use ways of computing that are faster and the same up to rounding; False for the plain per-client loop.
+        engine: "local", or "distributed" for the ranks of a torchrun job; None takes the one that fits. Under torchrun
+            every rank calls this function and gets the result; rank 0 alone writes and shows progress.
         workers: Worker processes; 0 works in this process, None takes one per core. Never changes the result.
         device: Where the model runs.
         out: A folder to write the run to; nothing is written when None.
@@ -84,7 +91,13 @@ def run(
     )
     spec = {"rounds": rounds, **describe(federation, measure)}
     where = Where(
-        workers=workers, device=device, out=out, resume=resume, checkpoint_seconds=checkpoint_seconds, progress=progress
+        engine=engine or default_engine(),
+        workers=workers,
+        device=device,
+        out=out,
+        resume=resume,
+        checkpoint_seconds=checkpoint_seconds,
+        progress=progress,
     )
     return _run(federation, spec, rounds, measure, where)
 
@@ -112,12 +125,16 @@ def run_spec(
 
 def make_engine(federation: Federation, where: Where) -> Engine:
     """Return the engine that ``where`` names, ready for this federation."""
+    if where.engine == "distributed":
+        return _distributed_engine(federation, where)
     if where.engine != "local":
-        raise GradalignError(f'the engine must be "local", got "{where.engine}"')
+        raise GradalignError(f'the engine must be "local" or "distributed", got "{where.engine}"')
     try:
         torch.device(where.device)
     except RuntimeError:
         raise GradalignError(f'"{where.device}" is not a device; give for example "cpu" or "cuda:0"') from None
+    if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
+        raise GradalignError('under torchrun every rank would run the whole experiment; use the engine "distributed"')
     return local_engine(
         federation.task,
         federation.local,
@@ -126,6 +143,28 @@ def make_engine(federation: Federation, where: Where) -> Engine:
         device=where.device,
         fast=federation.fast,
     )
+
+
+def default_engine() -> str:
+    """Return the engine that fits how this process was started."""
+    return "distributed" if under_torchrun() else "local"
+
+
+def _distributed_engine(federation: Federation, where: Where) -> DistributedEngine:
+    if where.workers is not None:
+        raise GradalignError("workers belong to the local engine; the distributed one has its ranks")
+    device = where.device
+    if torch.device(device).type == "cuda" and torch.device(device).index is None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return DistributedEngine(federation.task, federation.local, federation.seed, device, fast=federation.fast)
+
+
+def _follow(federation: Federation, engine: DistributedEngine) -> Result:
+    """Work for rank 0 and return its result."""
+    (history, summary), point = engine.follow()
+    model = federation.task.make_model(federation.seed)
+    FlatModel(model).load(point)
+    return Result(history=history, summary=summary, model=model.eval(), folder=None)
 
 
 def _run(
@@ -138,10 +177,13 @@ def _run(
 ) -> Result:
     show = sys.stderr.isatty() if where.progress is None else where.progress
     with ExitStack() as stack:
+        # The engine first: when the folder is refused, the ranks are there to be told.
+        engine = stack.enter_context(make_engine(federation, where))
+        if isinstance(engine, DistributedEngine) and engine.rank != 0:
+            return _follow(federation, engine)
         folder = None
         if where.out is not None:
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
-        engine = stack.enter_context(make_engine(federation, where))
         tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
 
         def note(row: Row) -> None:
@@ -149,7 +191,7 @@ def _run(
             if on_row is not None:
                 on_row(row)
 
-        return execute(
+        result = execute(
             federation,
             engine,
             rounds=rounds,
@@ -158,6 +200,9 @@ def _run(
             checkpoint_seconds=where.checkpoint_seconds,
             on_row=note,
         )
+        if isinstance(engine, DistributedEngine):
+            engine.finish([result.history, result.summary], FlatModel(result.model).read())
+        return result
 
 
 def describe(federation: Federation, measure: Measure) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gradalign._version import __version__
 from gradalign.alignment import alignment_of
 from gradalign.engines import Engine
 from gradalign.engines.local import one_thread
-from gradalign.errors import DivergedError, GradalignError
+from gradalign.errors import DivergedError, GradalignError, LostRankError
 from gradalign.experiment.rounds import (
     Federation,
     RoundFacts,
@@ -225,7 +225,7 @@ def execute(
             if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
-    except (DivergedError, KeyboardInterrupt):
+    except (DivergedError, LostRankError, KeyboardInterrupt):
         if folder is not None:
             folder.save_checkpoint(state, time.monotonic() - began)
         raise

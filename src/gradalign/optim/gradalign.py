@@ -1,0 +1,206 @@
+"""The wrapper's public face: its settings, its step, its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gradalign import algorithms
+from gradalign.errors import GradalignError
+from gradalign.optim.closures import ClosureStep, as_parts
+from gradalign.optim.verbs import TwoVerbs
+from gradalign.schedule import Schedule
+
+STATE = "gradalign"
+
+
+class _ByArguments(type):
+    """Lets ``GradAlign(optimizer, beta=…)`` wrap an optimizer while ``GradAlign(beta=…)`` is the round algorithm."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not args and "optimizer" not in kwargs:
+            return algorithms.GradAlign(**kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class GradAlign(TwoVerbs, metaclass=_ByArguments):
+    """Wraps an optimizer so that its steps align the gradients of the parts of a batch.
+
+    Without an optimizer, ``GradAlign(beta=0.1)`` is the round algorithm of that name for ``gradalign.run``.
+
+    Args:
+        optimizer: Any torch optimizer whose ``step()`` needs no closure.
+        beta: β ≥ 0, the strength; ``opt.beta`` may be changed between steps.
+        every: Align only each m-th step, beginning with the first; the others are plain and cost one pass.
+        reuse: "previous" takes ḡ from the step before (the gradient that was stepped with) and saves an all-reduce.
+            The displacements then no longer average to zero: all parts are also shifted together, by β times the
+            change of the mean gradient since the last step.
+        memory: "full" keeps n + 1 gradient-sized vectors for n parts. "low" keeps three and computes every part's
+            first gradient twice. The two verbs always work as "full".
+        same_randomness: Give both passes of a part the same random numbers of torch: dropout draws the same masks.
+        model: The model, needed when it is wrapped in DistributedDataParallel or compiled. Its buffers (batch-norm
+            statistics) are updated by the first pass only; without ``model`` they are found while it runs.
+        process_group: The ranks to align; the default group when torch.distributed is initialised.
+        overlap: Let DistributedDataParallel average the second pass, bucket by bucket while it computes, instead of
+            one flat all-reduce after it. Needs ``model``.
+
+    Attributes:
+        beta: β, which may be changed between steps.
+        steps: Steps taken or skipped.
+        skipped_steps: Steps skipped because of NaN or infinity.
+        optimizer: The wrapped optimizer.
+    """
+
+    if TYPE_CHECKING:
+        # __call__ of the metaclass, in the words a type checker understands.
+        @overload
+        def __new__(cls, *, beta: float | Schedule, form: str = "start") -> _RoundAlgorithm: ...
+
+        @overload
+        def __new__(
+            cls,
+            optimizer: Optimizer,
+            *,
+            beta: float,
+            every: int = 1,
+            reuse: Literal["previous"] | None = None,
+            memory: Literal["full", "low"] = "full",
+            same_randomness: bool = True,
+            model: nn.Module | None = None,
+            process_group: dist.ProcessGroup | None = None,
+            overlap: bool = False,
+        ) -> GradAlign: ...
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> GradAlign: ...
+
+    def align(
+        self,
+        closure: Callable[..., Any],
+        *batch: Any,
+        parts: int | Iterable[Any] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Tensor | None:
+        """Fill ``.grad`` with the aligned gradient and return the mean loss at x; ``step()`` then takes the step.
+
+        The forms are those of ``step``. In between is the place for ``clip_grad_norm_`` or a look at the gradient.
+        """
+        self._refuse_half_step("align")
+        if hasattr(self, "grad_scale"):
+            raise GradalignError(
+                "GradScaler cannot scale a closure's loss; use displace() and step(), or bfloat16 without a scaler"
+            )
+        arguments, numbers = as_parts(batch, parts, weights)
+        aligned = self.aligning and not self._alone(len(arguments))
+        if self.overlap and aligned and len(arguments) > 1:
+            raise GradalignError("overlap=True takes one part on every rank")
+        work = ClosureStep(
+            closure=closure,
+            parts=arguments,
+            weights=numbers,
+            parameters=self.trained_parameters(),
+            ranks=self._ranks,
+            buffers=self._buffers,
+            same_randomness=self.same_randomness,
+            model=self._parallel,
+            overlap=self.overlap,
+        )
+        previous = self._take_previous(work.parameters)
+        if not aligned:
+            work.plain()
+        elif previous is not None:
+            work.with_previous(self.beta, previous)
+        elif self.memory == "low":
+            work.low_memory(self.beta)
+        else:
+            work.stored(self.beta)
+        self._ready()
+        return work.loss
+
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[..., Any] | None = None,
+        *batch: Any,
+        parts: int | Iterable[Any] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> Tensor | None:
+        """Take one step, and return the mean loss at x when there is a closure.
+
+        - ``step(closure_of_part, parts)``: the closure gets one part and returns its loss.
+        - ``step(loss_fn, inputs, targets, parts=8)``: the tensors are cut into 8 parts, weighted by their lengths.
+        - ``step(closure)``: this process is one part; the closure returns its loss, with or without backward.
+        - ``step()``: the end of the two verbs, or of ``align``; without either, a plain step with what is in ``.grad``.
+
+        A gradient with NaN or infinity is not stepped with: ``skipped_steps`` counts it, and parameters and optimizer
+        state stay as they are.
+        """
+        loss = None
+        if closure is not None:
+            loss = self.align(closure, *batch, parts=parts, weights=weights)
+        elif batch or parts is not None or weights is not None:
+            raise GradalignError("step() was given parts but no closure")
+        elif self._finite is None:
+            self._finish()
+        if self._finite:
+            self.optimizer.step()
+        else:
+            self.skipped_steps += 1
+        self.steps += 1
+        self._passes, self._finite, self._scaled = None, None, False
+        self._mark_random()
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the step's gradient down to this norm and return its norm before.
+
+        Comes after the last backward and before ``step()``. It is the mean over all parts and ranks that is clipped.
+        """
+        if self._finite is None:
+            self._finish()
+        return nn.utils.clip_grad_norm_(self.trained_parameters(), max_norm, norm_type)
+
+    def _refuse_half_step(self, verb: str) -> None:
+        if self._passes is not None or self._finite is not None:
+            raise GradalignError(f"{verb} came in the middle of a step; call step() first, or restore() to give it up")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the wrapped optimizer more parameters; all ranks take the first one's values."""
+        super().add_param_group(param_group)
+        self._ranks.broadcast([p.detach() for p in self.param_groups[-1]["params"]])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state dict, with GradAlign's own under "gradalign"."""
+        self._refuse_half_step("state_dict()")
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        previous = None if self._previous is None else [self._previous.get(p) for p in parameters]
+        own = {
+            "beta": self.beta,
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "previous": previous,
+        }
+        return {**self.optimizer.state_dict(), STATE: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state dict: GradAlign's, or one of the wrapped optimizer alone."""
+        self._refuse_half_step("load_state_dict()")
+        rest = dict(state_dict)
+        own = rest.pop(STATE, None)
+        self.optimizer.load_state_dict(rest)
+        if own is None:
+            return
+        self.beta, self.steps, self.skipped_steps = own["beta"], own["steps"], own["skipped_steps"]
+        self._previous = None
+        if own["previous"] is not None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            pairs = zip(parameters, own["previous"], strict=True)
+            self._previous = {p: g.to(p.device, p.dtype, copy=True) for p, g in pairs if g is not None}
+
+
+if TYPE_CHECKING:
+
+    class _RoundAlgorithm(GradAlign, algorithms.GradAlign):
+        """What ``GradAlign(beta=…)`` may be used as: never made, only believed in by type checkers."""

@@ -1,0 +1,247 @@
+"""Two passes over one batch: what GradAlign's step needs beside an optimizer.
+
+A part's first pass gives g_i = ∇f_i(x). With ḡ, the mean over all parts, its second pass is made at the displaced
+point x_i = x − β(ḡ − g_i) and gives h_i = ∇f_i(x_i). The step is then taken from x along the mean of h_i.
+
+Memory, in gradient-sized vectors and counting ``.grad``, for n parts: n + 1. The parts' gradients become their
+displaced points in place, ḡ's memory becomes the copy of x that is put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradalign.errors import GradalignError
+from gradalign.optim.ranks import Gradients, Ranks
+
+RandomState = tuple[Tensor, Tensor | None]
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Return the state of torch's generators: the CPU's and the device's."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(device: torch.device, state: RandomState) -> None:
+    """Put torch's generators back into a state."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+class FrozenBuffers:
+    """Holds batch-norm statistics and all other buffers still during the second passes.
+
+    With a model its buffers are copied at the start. Without one, every module in training mode that is called is
+    noted by a hook just before its forward; this sees all modules that run eagerly.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+        self._hook: RemovableHandle | None = None
+        self._saved: dict[tuple[int, str], tuple[nn.Module, str, Tensor, Tensor]] = {}
+
+    def _save(self, module: nn.Module) -> None:
+        for name, buffer in module.named_buffers(recurse=False):
+            if (id(module), name) not in self._saved:
+                self._saved[id(module), name] = (module, name, buffer, buffer.detach().clone())
+
+    def start(self) -> None:
+        """Begin to watch."""
+        if self._hook is not None or self._saved:
+            return
+        if self._model is not None:
+            for module in self._model.modules():
+                self._save(module)
+            return
+
+        def before_forward(module: nn.Module, _: object) -> None:
+            if module.training:
+                self._save(module)
+
+        self._hook = nn.modules.module.register_module_forward_pre_hook(before_forward)
+
+    @torch.no_grad()
+    def stop(self) -> None:
+        """Put every buffer back as it was."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        for module, name, buffer, value in self._saved.values():
+            buffer.copy_(value)
+            setattr(module, name, buffer)  # some modules put a new tensor in the buffer's place
+        self._saved.clear()
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
+    """Take the gradients away from the parameters."""
+    taken: Gradients = []
+    for p in parameters:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise GradalignError(
+                f"GradAlign needs dense gradients, got a {p.grad.layout} one for a parameter of shape "
+                f"{tuple(p.shape)}; make its layer with sparse=False"
+            )
+        taken.append(p.grad)
+    for p in parameters:
+        p.grad = None
+    return taken
+
+
+def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+    """Make these the parameters' gradients."""
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
+
+
+def add_gradients(total: Gradients, more: Gradients, share: float) -> Gradients:
+    """Return total + share · more; the memory of both is used up."""
+    for j, g in enumerate(more):
+        if g is not None:
+            kept = total[j]
+            total[j] = g.mul_(share) if kept is None else kept.add_(g, alpha=share)
+    return total
+
+
+def all_finite(gradients: Gradients) -> bool:
+    """Return whether no gradient holds NaN or infinity, with one wait for the device."""
+    checks = [torch.isfinite(g).all() for g in gradients if g is not None]
+    return bool(torch.stack(checks).all()) if checks else True
+
+
+@torch.no_grad()
+def displaced_points(parameters: Sequence[nn.Parameter], mean: Gradients, own: Gradients, beta: float) -> Gradients:
+    """Turn g_i into x − β(ḡ − g_i) in place; None where a parameter stays at x."""
+    points: Gradients = []
+    for p, m, g in zip(parameters, mean, own, strict=True):
+        if m is None:
+            points.append(None)
+        elif g is None:
+            points.append(torch.sub(p, m, alpha=beta))
+        else:
+            points.append(g.sub_(m).mul_(beta).add_(p))
+    return points
+
+
+@torch.no_grad()
+def swap(parameters: Sequence[nn.Parameter], points: Gradients) -> None:
+    """Exchange the parameters' values with these, exactly, through one parameter-sized piece of memory at a time."""
+    for p, point in zip(parameters, points, strict=True):
+        if point is not None:
+            before = p.detach().clone()
+            p.copy_(point)
+            point.copy_(before)
+
+
+@torch.no_grad()
+def put_values(parameters: Sequence[nn.Parameter], values: Gradients) -> None:
+    """Overwrite the parameters, where there is a value."""
+    for p, value in zip(parameters, values, strict=True):
+        if value is not None:
+            p.copy_(value)
+
+
+@dataclass
+class Part:
+    """One part of the batch: its gradient at x, later its displaced point."""
+
+    vectors: Gradients
+    weight: float
+    random: RandomState
+
+
+class TwoPasses:
+    """The working memory of one step: parts are collected, then visited at their displaced points in the same order."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ranks: Ranks, buffers: FrozenBuffers) -> None:
+        if not parameters:
+            raise GradalignError("no parameter of the optimizer requires a gradient")
+        devices = {p.device for p in parameters}
+        if len(devices) > 1:
+            named = " and ".join(sorted(str(device) for device in devices))
+            raise GradalignError(f"GradAlign needs all parameters on one device, got {named}")
+        self.parameters, self.ranks, self.device = parameters, ranks, parameters[0].device
+        self.parts: list[Part] = []
+        self.visited = 0
+        self.spoiled = False
+        """This rank's gradient is not finite and the other ranks do not know it yet."""
+        self._buffers = buffers
+        self._home: Gradients | None = None
+        self._total: Gradients = [None] * len(parameters)
+        self._after: RandomState | None = None
+
+    @property
+    def weight(self) -> float:
+        """The sum of the parts' weights."""
+        return sum(part.weight for part in self.parts)
+
+    @property
+    def displaced(self) -> bool:
+        """Whether the parameters are away from x."""
+        return self._home is not None
+
+    def collect(self, weight: float, random: RandomState) -> None:
+        """Keep what lies in ``.grad`` as the next part's gradient at x."""
+        self.parts.append(Part(take_gradients(self.parameters), weight, random))
+
+    def local_mean(self) -> Gradients:
+        """Return the weighted mean of this process's parts as new tensors."""
+        mean: Gradients = [None] * len(self.parameters)
+        for part in self.parts:
+            share = part.weight / self.weight
+            for j, g in enumerate(part.vectors):
+                kept = mean[j]
+                if g is not None:
+                    mean[j] = g * share if kept is None else kept.add_(g, alpha=share)
+        return mean
+
+    def aim(self, beta: float, mean: Gradients) -> None:
+        """Turn the parts' gradients into their displaced points, and ḡ's memory into the copy of x."""
+        for part in self.parts:
+            part.vectors = displaced_points(self.parameters, mean, part.vectors, beta)
+        with torch.no_grad():
+            for p, m in zip(self.parameters, mean, strict=True):
+                if m is not None:
+                    m.copy_(p)
+        self._home = mean
+
+    def visit(self, same_randomness: bool) -> None:
+        """Go to the next part's displaced point, with the random numbers of its first pass."""
+        part = self.parts[self.visited]
+        if self.visited == 0:
+            self._after = random_state(self.device)
+            self._buffers.start()
+        self.visited += 1
+        put_values(self.parameters, part.vectors)
+        part.vectors = []
+        if same_randomness:
+            set_random_state(self.device, part.random)
+
+    def gather(self) -> bool:
+        """Add the gradient of the point just visited to the total; return whether there was one."""
+        if self.visited == 0 or all(p.grad is None for p in self.parameters):
+            return False
+        share = self.parts[self.visited - 1].weight / self.weight
+        self._total = add_gradients(self._total, take_gradients(self.parameters), share)
+        return True
+
+    def go_home(self, same_randomness: bool = True) -> None:
+        """Put back x to the bit, the buffers, and the generators as they were after the first passes."""
+        if self._home is not None:
+            put_values(self.parameters, self._home)
+            self._home = None
+        self._buffers.stop()
+        if self._after is not None and same_randomness:
+            set_random_state(self.device, self._after)
+        self._after = None
+
+    def total(self) -> Gradients:
+        """Return the mean of what was gathered, NaN when this rank has to tell the others of a failed first pass."""
+        if self.spoiled:
+            return [torch.full_like(p, float("nan")) for p in self.parameters]
+        return self._total
