@@ -13,3 +13,7 @@ class DivergedError(GradalignError):
 
 class ClientError(GradalignError):
     """The user's own code (model, loss, data) raised while it worked for one client."""
+
+
+class TooFewClientsError(GradalignError):
+    """Fewer clients answered a phase than the federation asks for; the round was not taken."""
