@@ -39,6 +39,9 @@ Checkpoint = Annotated[
     float,
     typer.Option("--checkpoint-seconds", min=0, help="Keep a checkpoint at most this often; 0 after every round."),
 ]
+Engine = Annotated[
+    str, typer.Option("--engine", help="local, or flower: Flower's apps in this process. Never changes results.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -93,6 +96,7 @@ def run(
     out: Out = None,
     resume: Resume = False,
     workers: Workers = None,
+    engine: Engine = "local",
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
 ) -> None:
@@ -105,7 +109,7 @@ def run(
         spec = load_recipe(recipe, settings or (), seed).spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
-        where = Where(workers=workers, out=folder, resume=resume, checkpoint_seconds=checkpoint_seconds)
+        where = Where(engine=engine, workers=workers, out=folder, resume=resume, checkpoint_seconds=checkpoint_seconds)
         result = run_spec(spec, where)
         if as_json:
             _print_json(result.summary | {"folder": str(folder)})

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
 from gradalign.tasks.task import Task
+
+ENGINES = ("local", "flower")
 
 
 def run(
@@ -97,10 +100,20 @@ def run_spec(
     return _run(build_federation(spec, task), spec.to_dict(), spec.rounds, measure, where, on_row)
 
 
+def check_engine(name: str) -> None:
+    """Refuse an engine that is not known or not installed, before anything is written."""
+    if name not in ENGINES:
+        raise GradalignError(f'the engine must be {" or ".join(ENGINES)}, got "{name}"')
+    if name == "flower":
+        import_module("gradalign.flower")  # says what to install when Flower is missing
+
+
 def make_engine(federation: Federation, where: Where) -> Engine:
     """Return the engine that ``where`` names, ready for this federation."""
-    if where.engine != "local":
-        raise GradalignError(f'the engine must be "local", got "{where.engine}"')
+    if where.engine == "flower":
+        from gradalign.flower.engine import in_process_engine
+
+        return in_process_engine(federation, where.device)
     return local_engine(
         federation.task, federation.local, seed=federation.seed, workers=where.workers, device=where.device
     )
@@ -114,12 +127,26 @@ def _run(
     where: Where,
     on_row: Callable[[Row], None] | None = None,
 ) -> Result:
+    check_engine(where.engine)
+    return conduct(federation, lambda: make_engine(federation, where), spec, rounds, measure, where, on_row)
+
+
+def conduct(
+    federation: Federation,
+    engine_maker: Callable[[], Engine],
+    spec: Mapping[str, Any],
+    rounds: int,
+    measure: Measure,
+    where: Where,
+    on_row: Callable[[Row], None] | None = None,
+) -> Result:
+    """Open the run folder, start the engine, show progress, and run what is left to do."""
     show = sys.stderr.isatty() if where.progress is None else where.progress
     with ExitStack() as stack:
         folder = None
         if where.out is not None:
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
-        engine = stack.enter_context(make_engine(federation, where))
+        engine = stack.enter_context(engine_maker())
         tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
 
         def note(row: Row) -> None:
@@ -154,6 +181,7 @@ def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
             "per_round": federation.per_round,
             "weights": "examples" if federation.by_examples else "uniform",
             "dropout": federation.dropout,
+            "min_fraction": federation.min_fraction,
         },
         "measure": _plain(measure),
     }

@@ -198,6 +198,7 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
         per_round=spec.clients.per_round,
         weights=spec.clients.weights,
         dropout=spec.clients.dropout,
+        min_fraction=spec.clients.min_fraction,
         seed=spec.seed,
     )
 
@@ -211,6 +212,7 @@ def make_federation(
     weights: str,
     dropout: float,
     seed: int,
+    min_fraction: float = 0.0,
 ) -> Federation:
     """Check what only the task can tell, and return the federation."""
     total = len(task.clients)
@@ -220,6 +222,8 @@ def make_federation(
         raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
     if not 0.0 <= dropout < 1.0:
         raise GradalignError(f"clients.dropout must be in [0, 1), got {dropout:g}")
+    if not 0.0 <= min_fraction <= 1.0:
+        raise GradalignError(f"clients.min_fraction must be in [0, 1], got {min_fraction:g}")
     return Federation(
         task=task,
         algorithm=algorithm,
@@ -228,4 +232,5 @@ def make_federation(
         by_examples=weights == "examples",
         dropout=dropout,
         seed=seed,
+        min_fraction=min_fraction,
     )
