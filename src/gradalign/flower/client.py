@@ -13,13 +13,13 @@ from torch import Tensor
 
 from gradalign.engines.local import one_thread
 from gradalign.errors import GradalignError
-from gradalign.experiment.build import ALGORITHMS
 from gradalign.flat import Point
 from gradalign.flower.memory import ClientMemory, MemoryLostError
 from gradalign.flower.messages import (
     METRICS,
     Order,
     build_parts,
+    known_algorithms,
     lost_memory_reply,
     received_point,
     received_vector,
@@ -224,7 +224,7 @@ def client_app(
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
         device: Where the model runs.
     """
-    known = ALGORITHMS | {kind.__name__.lower(): kind for kind in algorithms}
+    known = known_algorithms(algorithms)
     client = _TaskClient(task, known, device)
     app = aligned_app(examples=lambda context: len(client.examples(context)), mods=mods)
     app.train("gradient")(client.gradient)

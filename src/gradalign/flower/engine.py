@@ -22,7 +22,7 @@ from gradalign.errors import GradalignError
 from gradalign.experiment.rounds import Federation
 from gradalign.flat import Point
 from gradalign.flower.client import client_app
-from gradalign.flower.exchange import Exchange, Patience, Roster, logger
+from gradalign.flower.exchange import Answers, Exchange, Patience, Roster, logger
 from gradalign.flower.grid import InProcessGrid
 from gradalign.flower.messages import (
     GRADIENT,
@@ -88,10 +88,14 @@ class FlowerEngine:
         local = replace(self._federation.local, lr=1.0)
         return Order(client=client, round=round_index, seed=self._federation.seed, local=local, limit=limit)
 
-    def _leave_out(self, reasons: Mapping[int, str], phase: str, round_index: int) -> None:
-        self.failures |= reasons
-        for client, reason in sorted(reasons.items()):
-            logger.warning("round %d, %s: client %d is left out: %s", round_index + 1, phase, client, reason)
+    def _leave_out(self, answers: Answers, phase: str, round_index: int) -> None:
+        self._roster.doubt(answers.silent)
+        for client, reason in sorted(answers.failures.items()):
+            self._blame(client, reason, phase, round_index)
+
+    def _blame(self, client: int, reason: str, phase: str, round_index: int) -> None:
+        self.failures[client] = reason
+        logger.warning("round %d, %s: client %d is left out: %s", round_index + 1, phase, client, reason)
 
     def _readable(
         self,
@@ -106,7 +110,7 @@ class FlowerEngine:
             try:
                 found = read(replies[client], point)
             except BadReplyError as error:
-                self._leave_out({client: str(error)}, phase, round_index)
+                self._blame(client, str(error), phase, round_index)
                 continue
             yield client, found
 
@@ -123,9 +127,9 @@ class FlowerEngine:
             client: instruction(GRADIENT, nodes[client], arrays, order, self._extra, seconds)
             for client, order in orders.items()
         }
-        replies, failed = self.exchange.ask(messages, seconds)
-        self._leave_out(failed, "gradient phase", round_index)
-        yield from self._readable(replies, read_gradient, point, "gradient phase", round_index)
+        answers = self.exchange.ask(messages, seconds)
+        self._leave_out(answers, "gradient phase", round_index)
+        yield from self._readable(answers.replies, read_gradient, point, "gradient phase", round_index)
 
     def train(
         self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
@@ -148,32 +152,23 @@ class FlowerEngine:
             return
         nodes, packer = self._nodes(list(wanted)), _Packer(point, algorithm)
 
-        def ask(clients: Iterable[int], *, with_memory: bool) -> tuple[dict[int, Message], dict[int, str]]:
-            orders = {
-                client: self._train_order(client, algorithm, wanted[client], round_index, lr) for client in clients
-            }
-            seconds = self.patience.train_seconds
-            messages = {
-                client: instruction(
-                    TRAIN,
-                    nodes[client],
-                    packer.arrays(wanted[client], order, with_memory=with_memory),
-                    order,
-                    self._extra,
-                    seconds,
-                )
-                for client, order in orders.items()
-            }
+        def ask(clients: Iterable[int], *, with_memory: bool) -> Answers:
+            seconds, messages = self.patience.train_seconds, {}
+            for client in clients:
+                order = self._train_order(client, algorithm, wanted[client], round_index, lr)
+                arrays = packer.arrays(wanted[client], order, with_memory=with_memory)
+                messages[client] = instruction(TRAIN, nodes[client], arrays, order, self._extra, seconds)
             return self.exchange.ask(messages, seconds)
 
-        replies, failed = ask(nodes, with_memory=False)
+        answers = ask(nodes, with_memory=False)
+        replies = answers.replies
+        self._leave_out(answers, "training phase", round_index)
         forgetful = [client for client, message in replies.items() if _has_lost_memory(message)]
         if forgetful:
             logger.warning("clients %s lost their state; the server sends it again", forgetful)
-            again, failed_again = ask(forgetful, with_memory=True)
-            replies = {client: reply for client, reply in replies.items() if client not in forgetful} | again
-            failed |= failed_again
-        self._leave_out(failed, "training phase", round_index)
+            again = ask(forgetful, with_memory=True)
+            self._leave_out(again, "training phase", round_index)
+            replies = {client: reply for client, reply in replies.items() if client not in forgetful} | again.replies
         for client, update in self._readable(replies, read_update, point, "training phase", round_index):
             self._heard[client] = _Heard(round_index, self._last_heard(client, round_index))
             yield client, update

@@ -57,6 +57,15 @@ class Traffic:
     bytes_up: int = 0
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What came of a phase: the replies, why other clients have none, and which of these did not say a word."""
+
+    replies: dict[int, Message]
+    failures: dict[int, str]
+    silent: set[int]
+
+
 def payload(message: Message) -> int:
     """Return the bytes of a message's records."""
     return sum(record.count_bytes() for record in message.content.values()) if message.has_content() else 0
@@ -89,8 +98,8 @@ class Exchange:
             self.traffic.bytes_up += payload(message)
             yield message.metadata.reply_to_message_id, message
 
-    def ask(self, messages: Mapping[int, Message], seconds: float) -> tuple[dict[int, Message], dict[int, str]]:
-        """Send each client its message; return the replies, and the reasons why others have none."""
+    def ask(self, messages: Mapping[int, Message], seconds: float) -> Answers:
+        """Send each client its message and wait for the replies."""
         waiting: dict[str, int] = {}
         replies: dict[int, Message] = {}
         failures: dict[int, str] = {}
@@ -110,8 +119,8 @@ class Exchange:
                     replies[client] = message
             if not waiting:
                 break
-        failures |= dict.fromkeys(waiting.values(), f"no answer within {seconds:g} s")
-        return replies, failures
+        silent = set(waiting.values())
+        return Answers(replies, failures | dict.fromkeys(silent, f"no answer within {seconds:g} s"), silent)
 
 
 def until(deadline: float, poll_seconds: float) -> Iterator[None]:
@@ -158,6 +167,17 @@ class Roster:
         if self._asked:
             for message_id, message in list(self._exchange.pull(self._asked)):
                 self._note(self._asked.pop(message_id), message)
+
+    def doubt(self, clients: Iterable[int]) -> None:
+        """Take nodes that did not answer for gone until they say who they are again.
+
+        Flower lists a dead node for up to a minute. Doubting it makes its death cost one timeout instead of many.
+        """
+        for client in clients:
+            node = self._node_of.pop(client, None)
+            if node is not None:
+                self._client_of.pop(node, None)
+                self._not_before.pop(node, None)
 
     def _note(self, node: int, message: Message) -> None:
         metrics = message.content.metric_records.get(METRICS) if message.has_content() else None

@@ -28,11 +28,10 @@ from flwr.app import Context, Message
 from torch import Tensor, nn
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.build import ALGORITHMS
 from gradalign.flat import FlatModel
 from gradalign.flower.client import Keepsakes
 from gradalign.flower.memory import ClientMemory
-from gradalign.flower.messages import Order, received_point, reply
+from gradalign.flower.messages import Order, known_algorithms, received_point, reply
 from gradalign.plan import Algorithm
 
 
@@ -82,7 +81,7 @@ class LocalRound:
         self, message: Message, context: Context, model: nn.Module, *, algorithms: Iterable[type[Algorithm]] = ()
     ) -> None:
         order, memory = Order.of(message), ClientMemory(context)
-        known = ALGORITHMS | {kind.__name__.lower(): kind for kind in algorithms}
+        known = known_algorithms(algorithms)
         self.lr, self.round = order.lr, order.round
         self._message, self._flat, self._steps = message, FlatModel(model), 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]

@@ -17,6 +17,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
+from gradalign import algorithms
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
 from gradalign.local import ClientGradient, ClientUpdate, LocalTraining
@@ -81,6 +82,12 @@ class Order:
 def describe_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
     """Return an algorithm whose schedules are resolved as plain values."""
     return tuple({"name": part.label} | dataclasses.asdict(part) for part in algorithm.parts)
+
+
+def known_algorithms(more: Iterable[type[Algorithm]]) -> dict[str, type[Algorithm]]:
+    """Return the algorithms that a server may name: the built-in ones and these."""
+    built_in = [kind for kind in vars(algorithms).values() if isinstance(kind, type) and issubclass(kind, Algorithm)]
+    return {kind.__name__.lower(): kind for kind in (*built_in, *more)}
 
 
 def build_parts(parts: Iterable[Mapping[str, Any]], known: Mapping[str, type[Algorithm]]) -> Combination:
