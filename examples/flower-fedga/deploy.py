@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cryptography import x509
@@ -167,7 +168,7 @@ class Deployment:
         """Make a key, enrol it, and start the SuperNode of this client."""
         name = f"node{client}"
         key = self.folder / "keys" / name
-        key.parent.mkdir(exist_ok=True)
+        key.parent.mkdir(parents=True, exist_ok=True)
         make_node_key(key)
         if enrol:
             self.flwr("supernode", "register", f"{key}.pub", "here")
@@ -193,8 +194,8 @@ class Deployment:
     def __enter__(self) -> Deployment:
         try:
             self.start_superlink()
-            for client in range(self.count):
-                self.start_node(client)
+            with ThreadPoolExecutor() as at_once:
+                list(at_once.map(self.start_node, range(self.count)))
         except BaseException:
             self.__exit__()
             raise

@@ -21,7 +21,6 @@ from gradalign.flower.messages import (
     build_parts,
     known_algorithms,
     lost_memory_reply,
-    received_point,
     received_vector,
     reply,
 )
@@ -171,12 +170,13 @@ class _TaskClient:
         with one_thread():
             trainer, like = self._prepare(context, order)
             found = trainer.gradient(
-                received_point(message, like),
+                memory.point(message, order.round, like),
                 self.examples(context),
                 client=order.client,
                 round_index=order.round,
                 limit=order.limit,
             )
+        memory.put_point(message, order.round)
         memory.put_gradient(found.gradient, order.round, order.limit)
         numbers = {"loss": found.loss, "accuracy": found.accuracy, "num-examples": found.examples}
         return reply(message, {"gradient": found.gradient}, numbers)
@@ -186,7 +186,7 @@ class _TaskClient:
         order, memory, examples = Order.of(message), ClientMemory(context), self.examples(context)
         with one_thread():
             trainer, like = self._prepare(context, order)
-            point = received_point(message, like)
+            point = memory.point(message, order.round, like)
             brief = Keepsakes.of(message, order, memory, point, self._algorithms)
             if brief.algorithm.needs_gradients:
                 brief = brief.with_gradient(self._own_gradient(trainer, point, examples, order, memory))

@@ -1,7 +1,7 @@
 """The Flower engine: a client's work is a message, and its answer is one, too, if it comes.
 
-Clients hold what is theirs (``gradalign.flower.memory``) and make their own plans. The server sends x, ḡ and s. It can
-work out every k_i from the Δ_i it has seen, and does, so that a run goes on to the same bits after a client has lost
+Clients hold what is theirs (``gradalign.flower.memory``) and make their own plans. The server sends x once, ḡ and s. It
+can work out every k_i from the Δ_i it has seen, and does, so that a run goes on to the same bits after a client has lost
 its state: the k_i is then sent along once. A client that fails in any way is left out of the phase, with a reason.
 """
 
@@ -74,6 +74,7 @@ class FlowerEngine:
         self._federation, self._extra, self._device = federation, dict(train_config or {}), device
         self._met = False
         self._heard: dict[int, _Heard] = {}
+        self._holds_point: dict[int, int] = {}
 
     def _nodes(self, clients: Sequence[int]) -> dict[int, int]:
         """Return where these clients are; those that are nowhere have failed."""
@@ -129,7 +130,9 @@ class FlowerEngine:
         }
         answers = self.exchange.ask(messages, seconds)
         self._leave_out(answers, "gradient phase", round_index)
-        yield from self._readable(answers.replies, read_gradient, point, "gradient phase", round_index)
+        for client, found in self._readable(answers.replies, read_gradient, point, "gradient phase", round_index):
+            self._holds_point[client] = round_index
+            yield client, found
 
     def train(
         self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
@@ -157,6 +160,8 @@ class FlowerEngine:
             for client in clients:
                 order = self._train_order(client, algorithm, wanted[client], round_index, lr)
                 arrays = packer.arrays(wanted[client], order, with_memory=with_memory)
+                if with_memory or self._holds_point.get(client) != round_index:
+                    arrays |= packer.point
                 messages[client] = instruction(TRAIN, nodes[client], arrays, order, self._extra, seconds)
             return self.exchange.ask(messages, seconds)
 
@@ -216,12 +221,12 @@ class _Packer:
 
     def __init__(self, point: Point, algorithm: Combination) -> None:
         self._algorithm = algorithm
-        self._common = point_arrays(point)
+        self.point = point_arrays(point)
         self._with_round: dict[str, Array] | None = None
 
     def _round_arrays(self, views: Mapping[str, ClientView]) -> dict[str, Array]:
         if self._with_round is None:
-            arrays = dict(self._common)
+            arrays: dict[str, Array] = {}
             mean = next(iter(views.values())).mean_gradient
             if mean is not None:
                 arrays["mean_gradient"] = to_array(mean)
@@ -233,7 +238,7 @@ class _Packer:
         return self._with_round
 
     def arrays(self, views: Mapping[str, ClientView], order: Order, *, with_memory: bool) -> dict[str, Array]:
-        """Return a client's arrays, with its k_i when it has lost it or was met by an earlier server."""
+        """Return a client's arrays but for the point, with its k_i when it lost it or was met by an earlier server."""
         arrays = dict(self._round_arrays(views))
         for part in self._algorithm.keepers:
             kept = views[part.label].kept

@@ -31,7 +31,7 @@ from gradalign.errors import GradalignError
 from gradalign.flat import FlatModel
 from gradalign.flower.client import Keepsakes
 from gradalign.flower.memory import ClientMemory
-from gradalign.flower.messages import Order, known_algorithms, received_point, reply
+from gradalign.flower.messages import Order, known_algorithms, reply
 from gradalign.plan import Algorithm
 
 
@@ -47,9 +47,9 @@ def gradient_reply(
         losses: Yields, for every batch of the client's data, the mean loss and the number of examples. Give a
             generator: it is asked for a batch only when the model is loaded.
     """
-    order = Order.of(message)
+    order, memory = Order.of(message), ClientMemory(context)
     flat = FlatModel(model)
-    point = received_point(message, flat.read())
+    point = memory.point(message, order.round, flat.read())
     flat.load(point)
     model.train()
     flat.attach_gradients()
@@ -63,7 +63,8 @@ def gradient_reply(
         raise GradalignError("the client has no examples to take a gradient of")
     flat.gradient.div_(seen)
     # Batch norm's running means moved while the data was seen; the gradient phase reports and keeps no buffers.
-    ClientMemory(context).put_gradient(flat.gradient, order.round, order.limit)
+    memory.put_point(message, order.round)
+    memory.put_gradient(flat.gradient, order.round, order.limit)
     return reply(message, {"gradient": flat.gradient}, {"loss": total / seen, "num-examples": seen})
 
 
@@ -85,7 +86,7 @@ class LocalRound:
         self.lr, self.round = order.lr, order.round
         self._message, self._flat, self._steps = message, FlatModel(model), 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        point = received_point(message, self._flat.read())
+        point = memory.point(message, order.round, self._flat.read())
         self._brief = Keepsakes.of(message, order, memory, point, known)
         if self._brief.algorithm.needs_gradients:
             own = memory.gradient(order.round, order.limit, point.x)

@@ -119,9 +119,8 @@ def instruction(
     return Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(order.round + 1))
 
 
-def received_point(message: Message, like: Point) -> Point:
-    """Return the point a message carries, in the shape of the client's own model."""
-    arrays = message.content.array_records[ARRAYS]
+def received_point(arrays: ArrayRecord, like: Point) -> Point:
+    """Return the point that arrays hold, in the shape of the client's own model."""
 
     def vector(name: str, own: Tensor) -> Tensor:
         found = to_tensor(arrays[name], own.dtype) if name in arrays else own.new_empty(0)
