@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import subprocess
 import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -520,3 +523,34 @@ def test_help_loads_neither_torch_nor_flower():
         "assert not {'torch', 'flwr'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# The documentation
+
+
+def test_the_ten_lines_of_the_documentation_train(tmp_path, monkeypatch):
+    """Both blocks of docs/flower.md as they stand, with the reader's own Net and load_data, on Flower's apps."""
+    page = (Path(__file__).parent.parent / "docs" / "flower.md").read_text(encoding="utf-8")
+    server, client = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    task = blobs()
+
+    def load_data(context):
+        data = torch.utils.data.TensorDataset(*task.clients[context.node_config["partition-id"]])
+        return torch.utils.data.DataLoader(data, batch_size=5)
+
+    mine = types.ModuleType("my_app")
+    mine.Net, mine.load_data = lambda: torch.nn.Linear(8, 4), load_data
+    monkeypatch.setitem(sys.modules, "my_app", mine)
+    monkeypatch.chdir(tmp_path)
+    names = {"server": {}, "client": {}}
+    exec(compile(server, "server_app.py", "exec"), names["server"])
+    exec(compile(client, "client_app.py", "exec"), names["client"])
+    grid = FaultyGrid(names["client"]["app"], 6)
+    names["server"]["app"](grid, grid.context(0))
+    assert grid.log.count(("train.gradient", 0)) == grid.log.count(("train", 0)) == 3
+    model = torch.nn.Linear(8, 4)
+    model.load_state_dict(torch.load("final_model.pt"))
+    inputs, labels = task.test
+    assert float((model(inputs).argmax(1) == labels).double().mean()) > 0.8
+    changed = [line for block in (server, client) for line in block.splitlines() if re.search(r"# +\d+", line)]
+    assert len(changed) == 10

@@ -1,7 +1,7 @@
 """The Flower engine: a client's work is a message, and its answer is one, too, if it comes.
 
 Clients hold what is theirs (``gradalign.flower.memory``) and make their own plans. The server sends x once, ḡ and s. It
-can work out every k_i from the Δ_i it has seen, and does, so that a run goes on to the same bits after a client has lost
+can work out every k_i from the Δ_i it has seen, and does, so that a run goes on to the same bits when a client lost
 its state: the k_i is then sent along once. A client that fails in any way is left out of the phase, with a reason.
 """
 
