@@ -25,10 +25,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDic
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 
 import gradalign.flower as gf
-from gradalign.experiment.api import Where, _run, describe
-from gradalign.experiment.build import make_federation
 from gradalign.experiment.store import read_metrics
-from gradalign.plan import combine
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
 QUICK = gf.Patience(connect_seconds=0.3, gradient_seconds=0.3, train_seconds=0.3, retries=1, poll_seconds=0.02)
@@ -44,15 +41,6 @@ ALGORITHMS = {
 }
 
 
-def on_flower(task, algorithm, *, rounds=4, per_round=4, local=LOCAL, weights="uniform", measure=None, **where):
-    federation = make_federation(
-        task, combine(algorithm), local, per_round=per_round, weights=weights, dropout=0.0, seed=0
-    )
-    measure = measure or ga.Measure()
-    spec = {"rounds": rounds, **describe(federation, measure)}
-    return _run(federation, spec, rounds, measure, Where(engine="flower", **where))
-
-
 def same(a: ga.Result, b: ga.Result) -> None:
     assert torch.equal(vector(a), vector(b))
     for name, column in a.history.items():
@@ -63,7 +51,8 @@ def same(a: ga.Result, b: ga.Result) -> None:
 def test_the_bits_of_the_local_engine(name):
     """The issue's promise: one spec and seed, the same parameters, buffers and metrics to the last bit."""
     local = ga.run(blobs(), ALGORITHMS[name], rounds=4, clients_per_round=4, local=LOCAL, workers=0)
-    same(on_flower(blobs(), ALGORITHMS[name]), local)
+    flower = ga.run(blobs(), ALGORITHMS[name], rounds=4, clients_per_round=4, local=LOCAL, engine="flower")
+    same(flower, local)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +74,9 @@ def test_the_bits_of_the_local_engine(name):
     ],
 )
 def test_the_bits_with_every_local_setting(algorithm, local):
-    options = {"weights": "examples", "local": local}
-    here = ga.run(blobs(), algorithm, rounds=4, clients_per_round=4, workers=0, **options)
-    same(on_flower(blobs(), algorithm, **options), here)
+    options = {"rounds": 4, "clients_per_round": 4, "weights": "examples", "local": local}
+    here = ga.run(blobs(), algorithm, workers=0, **options)
+    same(ga.run(blobs(), algorithm, engine="flower", **options), here)
 
 
 class FaultyGrid(gf.InProcessGrid):
@@ -203,6 +192,31 @@ def test_the_strategy_gives_the_local_bits_whatever_nodes_flower_names():
     assert torch.equal(vector(result), vector(expected))
     assert result.history["r"] == expected.history["r"]
     assert {kind for kind, _ in grid.log} == {"query.partition", "train.gradient", "train"}
+
+
+def test_a_node_may_bring_only_its_own_data():
+    """A task made from the context with the node's one client, as on a machine of its own."""
+    expected = ga.run(blobs(), KEEPING, rounds=2, local=LOCAL, workers=0)
+    task, made = blobs(), []
+
+    def own_task(context):
+        made.append(context.node_config["partition-id"])
+        return ga.Task(model=task.model, clients=[task.clients[context.node_config["partition-id"]]])
+
+    result = start(blobs(), KEEPING, FaultyGrid(gf.client_app(own_task), 6), rounds=2, per_round=None)
+    assert torch.equal(vector(result), vector(expected))
+    assert set(made) == set(range(6))
+
+
+def test_a_task_with_all_clients_is_made_once_in_a_process():
+    made = []
+
+    def whole_task(context):
+        made.append(1)
+        return blobs()
+
+    start(blobs(), ga.FedAvg(), FaultyGrid(gf.client_app(whole_task), 6), rounds=2, per_round=None)
+    assert len(made) == 1
 
 
 def test_one_phase_when_no_gradients_are_needed():

@@ -40,6 +40,7 @@ def run(
     dropout: float = 0.0,
     measure: Measure | None = None,
     seed: int = 0,
+    engine: str = "local",
     workers: int | None = None,
     device: torch.device | str = "cpu",
     out: str | Path | None = None,
@@ -59,6 +60,7 @@ def run(
         dropout: The chance that a sampled client falls silent between the two phases of a round.
         measure: What is measured and how often.
         seed: The seed of everything random.
+        engine: "local", or "flower" for Flower's apps in this process. Never changes the result.
         workers: Worker processes; 0 works in this process, None takes one per core. Never changes the result.
         device: Where the model runs.
         out: A folder to write the run to; nothing is written when None.
@@ -74,7 +76,13 @@ def run(
     )
     spec = {"rounds": rounds, **describe(federation, measure)}
     where = Where(
-        workers=workers, device=device, out=out, resume=resume, checkpoint_seconds=checkpoint_seconds, progress=progress
+        engine=engine,
+        workers=workers,
+        device=device,
+        out=out,
+        resume=resume,
+        checkpoint_seconds=checkpoint_seconds,
+        progress=progress,
     )
     return _run(federation, spec, rounds, measure, where)
 

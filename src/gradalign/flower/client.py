@@ -24,7 +24,7 @@ from gradalign.flower.messages import (
     received_vector,
     reply,
 )
-from gradalign.local import LocalTrainer, LocalTraining
+from gradalign.local import LocalTrainer
 from gradalign.plan import Algorithm, ClientView, Combination
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
@@ -136,15 +136,17 @@ class _TaskClient:
     ) -> None:
         self._source, self._algorithms, self._device = source, algorithms, device
         self._made: tuple[str, Task] | None = None
-        self._trainer: tuple[tuple[int, LocalTraining, int], LocalTrainer, Point] | None = None
+        self._trainer: tuple[LocalTrainer, Point] | None = None
 
     def task(self, context: Context) -> Task:
         """Return the task of this node."""
         if isinstance(self._source, Task):
             return self._source
-        key = repr((context.node_config, context.run_config))
-        if self._made is None or self._made[0] != key:
-            self._made = (key, self._source(context))
+        # A task with all clients serves every node of a process (Flower's simulation); one with a single client, one.
+        for_all, for_one = repr(context.run_config), repr((context.run_config, context.node_config))
+        if self._made is None or self._made[0] not in (for_all, for_one):
+            task = self._source(context)
+            self._made = (for_all if len(task.clients) > 1 else for_one, task)
         return self._made[1]
 
     def examples(self, context: Context) -> Examples:
@@ -158,11 +160,11 @@ class _TaskClient:
 
     def _prepare(self, context: Context, order: Order) -> tuple[LocalTrainer, Point]:
         task = self.task(context)
-        key = (id(task), order.local, order.seed)
-        if self._trainer is None or self._trainer[0] != key:
+        made = self._trainer
+        if made is None or made[0].task is not task or (made[0].local, made[0].seed) != (order.local, order.seed):
             trainer = LocalTrainer(task, order.local, order.seed, self._device)
-            self._trainer = (key, trainer, trainer.flat.read())
-        return self._trainer[1], self._trainer[2]
+            made = self._trainer = (trainer, trainer.flat.read())
+        return made
 
     def gradient(self, message: Message, context: Context) -> Message:
         """Answer the gradient phase: g_i at the server's point, kept for this round's training."""

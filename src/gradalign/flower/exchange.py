@@ -133,6 +133,12 @@ def until(deadline: float, poll_seconds: float) -> Iterator[None]:
         time.sleep(min(poll_seconds, left))
 
 
+@dataclass(frozen=True)
+class _Asked:
+    node: int
+    until: float
+
+
 class Roster:
     """Who is where: clients are known by their partition-id, Flower's nodes by random numbers.
 
@@ -142,7 +148,7 @@ class Roster:
 
     def __init__(self, exchange: Exchange, patience: Patience) -> None:
         self._exchange, self._patience = exchange, patience
-        self._asked: dict[str, int] = {}
+        self._asked: dict[str, _Asked] = {}
         self._not_before: dict[int, float] = {}
         self._client_of: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
@@ -155,18 +161,18 @@ class Roster:
         present, now = self._exchange.node_ids(), time.monotonic()
         self._client_of = {node: client for node, client in self._client_of.items() if node in present}
         self._node_of = {client: node for client, node in self._node_of.items() if node in present}
-        self._asked = {message_id: node for message_id, node in self._asked.items() if node in present}
-        pending = set(self._asked.values()) | set(self._client_of)
+        self._asked = {key: asked for key, asked in self._asked.items() if asked.node in present and asked.until > now}
+        pending = {asked.node for asked in self._asked.values()} | set(self._client_of)
         new = [node for node in sorted(present - pending) if self._not_before.get(node, 0.0) <= now]
         ttl = self._patience.connect_seconds
         messages = [Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=ttl) for node in new]
         for node, message_id in zip(new, self._exchange.push(messages), strict=True):
             self._not_before[node] = now + ASK_AGAIN_SECONDS
             if message_id:
-                self._asked[message_id] = node
+                self._asked[message_id] = _Asked(node, now + ttl)
         if self._asked:
             for message_id, message in list(self._exchange.pull(self._asked)):
-                self._note(self._asked.pop(message_id), message)
+                self._note(self._asked.pop(message_id).node, message)
 
     def doubt(self, clients: Iterable[int]) -> None:
         """Take nodes that did not answer for gone until they say who they are again.
