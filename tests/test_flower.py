@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 import gradalign as ga
 from conftest import Quadratics, blobs, final_point, vector
@@ -25,6 +26,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDic
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 
 import gradalign.flower as gf
+from gradalign.cli import app
 from gradalign.experiment.store import read_metrics
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
@@ -469,8 +471,9 @@ def test_a_loop_of_ones_own_trains_like_the_task():
 # The command line
 
 
-def command(*words):
-    return [sys.executable, "-m", "gradalign", *(str(word) for word in words)]
+def invoke(*words):
+    """Run the command line in this process."""
+    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 RECIPE = """
@@ -494,16 +497,17 @@ per_round = 4
 def test_the_command_line_runs_on_flower_and_resumes_after_kill_9(tmp_path):
     recipe = tmp_path / "small.toml"
     recipe.write_text(RECIPE)
-    subprocess.run(command("run", recipe, "--out", tmp_path / "local", "--workers", 0), check=True, capture_output=True)
-    run = command("run", recipe, "--out", tmp_path / "flower", "--engine", "flower", "--checkpoint-seconds", 0)
-    process = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert invoke("run", recipe, "--out", tmp_path / "local", "--workers", 0).exit_code == 0
+    run = ["run", recipe, "--out", tmp_path / "flower", "--engine", "flower", "--checkpoint-seconds", 0]
+    command = [sys.executable, "-m", "gradalign", *(str(word) for word in run)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     while not (tmp_path / "flower/metrics.jsonl").exists() or len(read_metrics(tmp_path / "flower")) < 5:
         assert process.poll() is None, process.communicate()[1].decode()
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "flower/summary.json").exists()
-    subprocess.run([*run, "--resume"], check=True, capture_output=True)
+    assert invoke(*run, "--resume").exit_code == 0
     rows = [
         [{key: value for key, value in row.items() if key != "seconds"} for row in read_metrics(tmp_path / name)]
         for name in ("local", "flower")
@@ -514,18 +518,17 @@ def test_the_command_line_runs_on_flower_and_resumes_after_kill_9(tmp_path):
 
 
 def test_an_unknown_engine_is_refused_before_anything_is_written(tmp_path):
-    done = subprocess.run(command("run", "digits", "--engine", "ray", "--out", tmp_path / "r"), capture_output=True)
-    assert done.returncode == 2
-    assert b'the engine must be local or flower, got "ray"' in done.stderr
+    done = invoke("run", "digits", "--engine", "ray", "--out", tmp_path / "r")
+    assert done.exit_code == 2
+    assert done.stderr == 'error: the engine must be local or flower, got "ray"\n'
     assert not (tmp_path / "r").exists()
 
 
-def test_without_flower_one_sentence_says_what_to_install(tmp_path):
-    hidden = "import sys; sys.modules['flwr'] = None\n"
-    code = hidden + "from gradalign.cli import main; sys.argv[1:] = sys.argv[1:]; main()"
-    words = ["run", "digits", "--engine", "flower", "--out", str(tmp_path / "r")]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
-    assert done.returncode == 2
+def test_without_flower_one_sentence_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "gradalign.flower")
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    done = invoke("run", "digits", "--engine", "flower", "--out", tmp_path / "r")
+    assert done.exit_code == 2
     assert done.stderr == "error: gradalign.flower needs Flower: pip install 'gradalign[flower]'\n"
     assert not (tmp_path / "r").exists()
 
