@@ -76,12 +76,15 @@ class FlowerEngine:
         self._heard: dict[int, _Heard] = {}
         self._holds_point: dict[int, int] = {}
 
-    def _nodes(self, clients: Sequence[int]) -> dict[int, int]:
-        """Return where these clients are; those that are nowhere have failed."""
+    def _nodes(self, clients: Sequence[int], phase: str, round_index: int) -> dict[int, int]:
+        """Begin a phase: return where its clients are; those that are nowhere have failed."""
         needed = len(clients) if not self._met else max(1, math.ceil(self._federation.min_fraction * len(clients)))
         nodes = self._roster.locate(clients, min(needed, len(clients)))
         self._met = True
-        self.failures = {client: "no connected node has its data" for client in clients if client not in nodes}
+        self.failures = {}
+        for client in clients:
+            if client not in nodes:
+                self._blame(client, "no connected node has its data", phase, round_index)
         return nodes
 
     def _order(self, client: int, round_index: int, limit: int | None) -> Order:
@@ -122,7 +125,7 @@ class FlowerEngine:
         if not clients:
             return
         arrays, seconds = point_arrays(point), self.patience.gradient_seconds
-        nodes = self._nodes(clients)
+        nodes = self._nodes(clients, "gradient phase", round_index)
         orders = {client: self._order(client, round_index, limit) for client in nodes}
         messages = {
             client: instruction(GRADIENT, nodes[client], arrays, order, self._extra, seconds)
@@ -153,7 +156,8 @@ class FlowerEngine:
         wanted = dict(views)
         if not wanted:
             return
-        nodes, packer = self._nodes(list(wanted)), _Packer(point, algorithm)
+        packer = _Packer(point, algorithm)
+        nodes = self._nodes(list(wanted), "training phase", round_index)
 
         def ask(clients: Iterable[int], *, with_memory: bool) -> Answers:
             seconds, messages = self.patience.train_seconds, {}
