@@ -41,8 +41,8 @@ EngineName = Annotated[
     str | None,
     typer.Option(
         "--engine",
-        metavar="local|distributed",
-        help="Who does the clients' work (default: distributed under torchrun, else local). Never changes results.",
+        metavar="local|flower|distributed",
+        help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
     ),
 ]
 Checkpoint = Annotated[

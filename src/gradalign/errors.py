@@ -17,3 +17,7 @@ class ClientError(GradalignError):
 
 class LostRankError(GradalignError):
     """A rank of a torchrun job ended before the others were done."""
+
+
+class TooFewClientsError(GradalignError):
+    """Fewer clients answered a phase than the federation asks for; the round was not taken."""

@@ -149,7 +149,7 @@ class LocalTrainer:
         *,
         fast: bool = True,
     ) -> None:
-        self.task, self.local, self.seed = task, local, seed
+        self.task, self.local, self.seed, self.fast = task, local, seed, fast
         self.device = torch.device(device)
         model = task.make_model(seed, self.device)
         self.channels_last = False

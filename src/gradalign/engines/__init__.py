@@ -7,12 +7,12 @@ not answer is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, Self, runtime_checkable
 
 from gradalign.flat import Point
 from gradalign.local import ClientGradient, ClientUpdate, Score
-from gradalign.plan import Plan
+from gradalign.plan import ClientView, Combination, Plan
 
 
 class Engine(Protocol):
@@ -37,3 +37,28 @@ class Engine(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+@runtime_checkable
+class RemoteEngine(Protocol):
+    """An engine whose clients are elsewhere: they keep what is theirs, make their own plans, and may fail.
+
+    It is an ``Engine`` that is given what plans are made from instead of plans, so that it sends a client only what the
+    client does not hold itself (ḡ and s, but neither g_i nor k_i).
+    """
+
+    attempts: int
+    """How often a round is played before too few answers end the run."""
+    failures: Mapping[int, str]
+    """Why the clients left out of the last phase were left out."""
+
+    def train_views(
+        self,
+        point: Point,
+        algorithm: Combination,
+        views: Iterable[tuple[int, Mapping[str, ClientView]]],
+        *,
+        round_index: int,
+        lr: float,
+    ) -> Iterator[tuple[int, ClientUpdate]]:
+        """Yield (client, Δ_i) for every client that answers; views hold each part's view under its label."""

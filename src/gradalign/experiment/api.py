@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
 from gradalign.tasks.task import Task, plain_value
+
+ENGINES = ("local", "flower", "distributed")
 
 
 def run(
@@ -63,8 +66,9 @@ def run(
         measure: What is measured and how often.
         seed: The seed of everything random.
         fast: Use ways of computing that are faster and the same up to rounding; False for the plain per-client loop.
-        engine: "local", or "distributed" for the ranks of a torchrun job; None takes the one that fits. Under torchrun
-            every rank calls this function and gets the result; rank 0 alone writes and shows progress.
+        engine: "local", "flower" for Flower's apps in this process, or "distributed" for the ranks of a torchrun job;
+            None takes the one that fits. Under torchrun every rank calls this function and gets the result; rank 0
+            alone writes and shows progress.
         workers: Worker processes; 0 works in this process, None takes one per core. Never changes the result.
         device: Where the model runs.
         out: A folder to write the run to; nothing is written when None.
@@ -123,18 +127,28 @@ def run_spec(
     return _run(build_federation(spec, task), spec.to_dict(), spec.rounds, measure, where, on_row)
 
 
+def check_engine(name: str) -> None:
+    """Refuse an engine that is not known or not installed, before anything is written."""
+    if name not in ENGINES:
+        raise GradalignError(f'the engine must be {" or ".join(ENGINES)}, got "{name}"')
+    if name == "flower":
+        import_module("gradalign.flower")  # says what to install when Flower is missing
+
+
 def make_engine(federation: Federation, where: Where) -> Engine:
     """Return the engine that ``where`` names, ready for this federation."""
-    if where.engine == "distributed":
-        return _distributed_engine(federation, where)
-    if where.engine != "local":
-        raise GradalignError(f'the engine must be "local" or "distributed", got "{where.engine}"')
     try:
         torch.device(where.device)
     except RuntimeError:
         raise GradalignError(f'"{where.device}" is not a device; give for example "cpu" or "cuda:0"') from None
+    if where.engine == "distributed":
+        return _distributed_engine(federation, where)
     if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
         raise GradalignError('under torchrun every rank would run the whole experiment; use the engine "distributed"')
+    if where.engine == "flower":
+        from gradalign.flower.engine import in_process_engine
+
+        return in_process_engine(federation, where.device)
     return local_engine(
         federation.task,
         federation.local,
@@ -175,10 +189,24 @@ def _run(
     where: Where,
     on_row: Callable[[Row], None] | None = None,
 ) -> Result:
+    check_engine(where.engine)
+    return conduct(federation, lambda: make_engine(federation, where), spec, rounds, measure, where, on_row)
+
+
+def conduct(
+    federation: Federation,
+    engine_maker: Callable[[], Engine],
+    spec: Mapping[str, Any],
+    rounds: int,
+    measure: Measure,
+    where: Where,
+    on_row: Callable[[Row], None] | None = None,
+) -> Result:
+    """Open the run folder, start the engine, show progress, and run what is left to do."""
     show = sys.stderr.isatty() if where.progress is None else where.progress
     with ExitStack() as stack:
         # The engine first: when the folder is refused, the ranks are there to be told.
-        engine = stack.enter_context(make_engine(federation, where))
+        engine = stack.enter_context(engine_maker())
         if isinstance(engine, DistributedEngine) and engine.rank != 0:
             return _follow(federation, engine)
         folder = None
@@ -222,6 +250,7 @@ def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
             "per_round": federation.per_round,
             "weights": "examples" if federation.by_examples else "uniform",
             "dropout": federation.dropout,
+            "min_fraction": federation.min_fraction,
         },
         "measure": _plain(measure),
     }

@@ -210,6 +210,7 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
         per_round=spec.clients.per_round,
         weights=spec.clients.weights,
         dropout=spec.clients.dropout,
+        min_fraction=spec.clients.min_fraction,
         seed=spec.seed,
         fast=spec.fast,
     )
@@ -225,6 +226,7 @@ def make_federation(
     dropout: float,
     seed: int,
     fast: bool = True,
+    min_fraction: float = 0.0,
 ) -> Federation:
     """Check what only the task can tell, and return the federation."""
     total = len(task.clients)
@@ -234,6 +236,8 @@ def make_federation(
         raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
     if not 0.0 <= dropout < 1.0:
         raise GradalignError(f"clients.dropout must be in [0, 1), got {dropout:g}")
+    if not 0.0 <= min_fraction <= 1.0:
+        raise GradalignError(f"clients.min_fraction must be in [0, 1], got {min_fraction:g}")
     return Federation(
         task=task,
         algorithm=algorithm,
@@ -243,4 +247,5 @@ def make_federation(
         dropout=dropout,
         seed=seed,
         fast=fast,
+        min_fraction=min_fraction,
     )

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from gradalign.alignment import weighted_mean
-from gradalign.engines import Engine
-from gradalign.errors import DivergedError
+from gradalign.engines import Engine, RemoteEngine
+from gradalign.errors import DivergedError, TooFewClientsError
 from gradalign.flat import Point
 from gradalign.local import ClientUpdate, LocalTraining
-from gradalign.plan import ClientView, Combination, Plan
+from gradalign.plan import ClientView, Combination
 from gradalign.schedule import value_at
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server import Memory
@@ -38,6 +38,7 @@ class Federation:
         dropout: The chance that a sampled client falls silent between the gradient phase and its report.
         seed: The seed of everything random.
         fast: Whether engines may use ways of computing that are the same up to rounding.
+        min_fraction: The share of the sampled clients that must answer each phase for the round to count.
     """
 
     task: Task
@@ -48,6 +49,7 @@ class Federation:
     dropout: float = 0.0
     seed: int = 0
     fast: bool = True
+    min_fraction: float = 0.0
 
     def sample(self, round_index: int) -> list[int]:
         """Return this round's clients, in ascending order: uniform, without replacement, in O(|S|) time."""
@@ -103,6 +105,8 @@ class RoundFacts:
     local_loss: float | None
     sampled: int
     reported: int
+    failed: int
+    """Sampled clients that were left out because they did not answer or answered wrongly; dropout is not counted."""
 
 
 def gather_gradients(
@@ -179,6 +183,7 @@ class _Round:
         """Gather g_i and ḡ; clients that do not answer leave the round."""
         self.gradients = gather_gradients(self.federation, engine, self.state, self.clients, known)
         self.clients = list(self.gradients)
+        self.require_enough(len(self.clients), "gradient phase", engine)
         weights = [self.weights[client] for client in self.clients]
         self.total_weight = sum(weights)
         mean = weighted_mean(list(self.gradients.values()), weights)
@@ -197,17 +202,38 @@ class _Round:
             shared=self.shared.get(label, self.zero),
         )
 
-    def plans(self) -> Iterator[tuple[int, Plan]]:
-        """Yield the plans of the clients that do not fall silent, one at a time."""
+    def require_enough(self, answered: int, phase: str, engine: Engine) -> None:
+        """Refuse to go on when fewer clients answered than ``min_fraction`` asks for, or none."""
+        sampled = len(self.weights)
+        least = 0 if self.federation.dropout else 1  # simulated dropout may silence a whole round
+        needed = max(least, math.ceil(self.federation.min_fraction * sampled))
+        if answered >= needed:
+            return
+        failures = engine.failures if isinstance(engine, RemoteEngine) else {}
+        reasons = "".join(f"; client {client}: {reason}" for client, reason in sorted(failures.items())[:3])
+        raise TooFewClientsError(
+            f"only {answered} of {sampled} clients answered the {phase} of round {self.state.round + 1}, "
+            f"and {needed} are needed{reasons}"
+        )
+
+    def views(self) -> Iterator[tuple[int, dict[str, ClientView]]]:
+        """Yield what is known of the clients that do not fall silent, one at a time."""
         for client in self.clients:
             if not self.federation.silent(self.state.round, client):
-                views = {part.label: self.view(client, part.label) for part in self.algorithm.parts}
-                yield client, self.algorithm.plan(views)
+                yield client, {part.label: self.view(client, part.label) for part in self.algorithm.parts}
+
+    def train(self, engine: Engine) -> Iterator[tuple[int, ClientUpdate]]:
+        """Have plans made, here or at the clients, and carried out."""
+        point, when = self.state.point, self.state.round
+        if isinstance(engine, RemoteEngine):
+            return engine.train_views(point, self.algorithm, self.views(), round_index=when, lr=self.lr)
+        plans = ((client, self.algorithm.plan(views)) for client, views in self.views())
+        return engine.train(point, plans, round_index=when, lr=self.lr)
 
     def train_phase(self, engine: Engine) -> _Tally:
         """Let the clients train and add up what they report."""
         tally = _Tally(self.state)
-        for client, reply in engine.train(self.state.point, self.plans(), round_index=self.state.round, lr=self.lr):
+        for client, reply in self.train(engine):
             if not math.isfinite(reply.loss) or not bool(torch.isfinite(reply.update).all()):
                 raise _diverged("loss", self.state.round, client, self.federation)
             weight = self.weights[client]
@@ -216,6 +242,7 @@ class _Round:
                 view = self.view(client, part.label)
                 old = view.memory()[0]
                 tally.add_kept(part.label, client, old, part.keep(view, reply.update.cpu(), reply.travel), weight)
+        self.require_enough(tally.reported, "training phase", engine)
         return tally
 
     def spent(self, tally: _Tally) -> Totals:
@@ -274,12 +301,14 @@ def play_round(
         play.gradient_phase(engine, known_gradients or {})
     tally = play.train_phase(engine)
     loss = tally.loss / tally.weight if tally.reported else None
+    silent = sum(federation.silent(state.round, client) for client in play.clients)
     facts = RoundFacts(
         lr=play.lr,
         beta=play.algorithm.beta,
         local_loss=loss,
         sampled=len(play.weights),
         reported=tally.reported,
+        failed=len(play.weights) - silent - tally.reported,
     )
     return play.close(tally), facts
 

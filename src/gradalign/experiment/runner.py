@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import time
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 
 from gradalign._version import __version__
 from gradalign.alignment import alignment_of
-from gradalign.engines import Engine
+from gradalign.engines import Engine, RemoteEngine
 from gradalign.engines.local import one_thread
-from gradalign.errors import DivergedError, GradalignError, LostRankError
+from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
 from gradalign.experiment.rounds import (
     Federation,
     RoundFacts,
@@ -32,6 +33,7 @@ from gradalign.flat import FlatModel
 
 CHECKPOINT_SECONDS = 10.0
 Row = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,9 @@ def _measured(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
     gradients: dict[int, Tensor] = {}
+    losses: list[float] = []
+    weights: list[float] = []
+    accuracies: list[float | None] = []
     if measure.due(measure.test_every, 50, state.round, rounds):
         score = engine.evaluate(state.point)
         if score is not None:
@@ -97,13 +102,12 @@ def _measured(
             row["test_accuracy"] = None if score.correct is None else score.correct / score.examples
     if measure.due(measure.train_every, 20, state.round, rounds):
         clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
-        losses: list[float] = []
-        accuracies: list[float | None] = []
         for client, reply in engine.gradients(state.point, clients, round_index=state.round):
             gradients[client] = reply.gradient.to("cpu", copy=True)
             losses.append(reply.loss)
             accuracies.append(reply.accuracy)
-        weights = [federation.weight(client) for client in clients]
+            weights.append(federation.weight(client))
+    if gradients:
         row["train_loss"] = _mean(losses, weights)
         known = [accuracy for accuracy in accuracies if accuracy is not None]
         row["train_accuracy"] = _mean(known, weights) if len(known) == len(weights) else None
@@ -182,6 +186,21 @@ def _initial(federation: Federation) -> ServerState:
     return ServerState(point=FlatModel(federation.task.make_model(federation.seed)).read())
 
 
+def _play_patiently(
+    federation: Federation, engine: Engine, state: ServerState, known: dict[int, Tensor]
+) -> tuple[ServerState, RoundFacts]:
+    """Play a round, again when too few clients answered, as often as the engine has patience."""
+    attempts = engine.attempts if isinstance(engine, RemoteEngine) else 1
+    while True:
+        attempts -= 1
+        try:
+            return play_round(federation, engine, state, known)
+        except TooFewClientsError as error:
+            if attempts < 1:
+                raise
+            logger.warning("%s; the round is played again", error)
+
+
 def execute(
     federation: Federation,
     engine: Engine,
@@ -219,13 +238,13 @@ def execute(
         while state.round < rounds:
             # The measuring pass sees whole clients; it stands in for the gradient phase when that does too.
             reusable = known if federation.local.gradient_examples is None else {}
-            after, facts = play_round(federation, engine, state, reusable)
+            after, facts = _play_patiently(federation, engine, state, reusable)
             note(after, facts)
             state = after
             if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
-    except (DivergedError, LostRankError, KeyboardInterrupt):
+    except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
         if folder is not None:
             folder.save_checkpoint(state, time.monotonic() - began)
         raise

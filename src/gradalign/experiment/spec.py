@@ -82,6 +82,7 @@ class ClientsSpec(Section):
     per_round: Count | None = None
     weights: Literal["uniform", "examples"] = "uniform"
     dropout: Share = 0.0
+    min_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class MeasureSpec(Section):

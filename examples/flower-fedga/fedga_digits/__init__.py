@@ -1,0 +1,1 @@
+"""FedGA on handwritten digits with Flower."""

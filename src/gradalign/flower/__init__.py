@@ -1,0 +1,59 @@
+"""Gradient alignment on Flower: FedGA and every other algorithm here, with Flower's messages and machines.
+
+The server is an ``AlignedStrategy`` in a ``ServerApp``; the clients are a ``ClientApp`` made by ``client_app`` from a
+Task, or your own one with ``aligned_app``, ``gradient_reply`` and ``LocalRound``. See docs/flower.md.
+
+The names are loaded when first used: Flower starts a process for every message, and a client's needs no server.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gradalign.errors import GradalignError
+
+try:
+    import_module("flwr")
+except ModuleNotFoundError:
+    raise GradalignError("gradalign.flower needs Flower: pip install 'gradalign[flower]'") from None
+
+if TYPE_CHECKING:
+    from gradalign.flower.client import aligned_app, client_app
+    from gradalign.flower.exchange import Patience
+    from gradalign.flower.grid import InProcessGrid
+    from gradalign.flower.loops import LocalRound, gradient_reply
+    from gradalign.flower.mods import on_update
+    from gradalign.flower.strategy import AlignedStrategy
+
+_HOME_OF = {
+    "AlignedStrategy": "strategy",
+    "InProcessGrid": "grid",
+    "LocalRound": "loops",
+    "Patience": "exchange",
+    "aligned_app": "client",
+    "client_app": "client",
+    "gradient_reply": "loops",
+    "on_update": "mods",
+}
+
+__all__ = [
+    "AlignedStrategy",
+    "InProcessGrid",
+    "LocalRound",
+    "Patience",
+    "aligned_app",
+    "client_app",
+    "gradient_reply",
+    "on_update",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'gradalign.flower' has no attribute '{name}'")
+    return getattr(import_module(f"gradalign.flower.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,222 @@
+"""Sending messages and collecting replies, with an end to every wait; and finding out which node holds whose data."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from gradalign.errors import GradalignError
+from gradalign.flower.client import PARTITION, PARTITIONS
+from gradalign.flower.messages import METRICS, QUERY
+
+# A child of Flower's own logger: what is said here stands beside what Flower says, in the same form.
+logger = logging.getLogger("flwr.gradalign")
+
+ASK_AGAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long the server waits, and how often it tries again.
+
+    Attributes:
+        connect_seconds: For enough nodes to be connected. The first phase of a run waits as long as this for all of its
+            clients; later ones only while fewer than ``min_fraction`` of them are there.
+        gradient_seconds: For the replies of the gradient phase.
+        train_seconds: For the replies of the training phase.
+        retries: How often a round that too few clients answered is played again before the run stops.
+        poll_seconds: How often the server looks for replies. SuperNodes themselves look for messages every 3 seconds.
+    """
+
+    connect_seconds: float = 120.0
+    gradient_seconds: float = 600.0
+    train_seconds: float = 1800.0
+    retries: int = 2
+    poll_seconds: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("connect_seconds", "gradient_seconds", "train_seconds", "poll_seconds"):
+            if not getattr(self, name) > 0:
+                raise GradalignError(f"patience.{name} must be above 0, got {getattr(self, name):g}")
+        if self.retries < 0:
+            raise GradalignError(f"patience.retries must be 0 or more, got {self.retries}")
+
+
+@dataclass
+class Traffic:
+    """Messages and payload bytes, as Flower counts the bytes of records."""
+
+    messages_down: int = 0
+    messages_up: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What came of a phase: the replies, why other clients have none, and which of these did not say a word."""
+
+    replies: dict[int, Message]
+    failures: dict[int, str]
+    silent: set[int]
+
+
+def payload(message: Message) -> int:
+    """Return the bytes of a message's records."""
+    return sum(record.count_bytes() for record in message.content.values()) if message.has_content() else 0
+
+
+class Exchange:
+    """Pushes messages and pulls replies through a grid. Flower's own ``send_and_receive`` looks every 3 seconds."""
+
+    def __init__(self, grid: Grid, poll_seconds: float) -> None:
+        self._grid, self._poll = grid, poll_seconds
+        self.traffic = Traffic()
+
+    def node_ids(self) -> set[int]:
+        """Return the nodes that are connected."""
+        return set(self._grid.get_node_ids())
+
+    def push(self, messages: Sequence[Message]) -> list[str]:
+        """Send messages; an empty id stands for one that Flower refused."""
+        if not messages:
+            return []
+        self.traffic.messages_down += len(messages)
+        self.traffic.bytes_down += sum(payload(message) for message in messages)
+        ids = [message_id or "" for message_id in self._grid.push_messages(messages)]
+        return ids if len(ids) == len(messages) else [""] * len(messages)
+
+    def pull(self, ids: Iterable[str]) -> Iterator[tuple[str, Message]]:
+        """Yield what has been replied to these messages."""
+        for message in self._grid.pull_messages(list(ids)):
+            self.traffic.messages_up += 1
+            self.traffic.bytes_up += payload(message)
+            yield message.metadata.reply_to_message_id, message
+
+    def ask(self, messages: Mapping[int, Message], seconds: float) -> Answers:
+        """Send each client its message and wait for the replies."""
+        waiting: dict[str, int] = {}
+        replies: dict[int, Message] = {}
+        failures: dict[int, str] = {}
+        for client, message_id in zip(messages, self.push(list(messages.values())), strict=True):
+            if message_id:
+                waiting[message_id] = client
+            else:
+                failures[client] = "Flower could not take the message"
+        for _ in until(time.monotonic() + seconds, self._poll):
+            for message_id, message in self.pull(waiting):
+                if message_id not in waiting:
+                    continue
+                client = waiting.pop(message_id)
+                if message.has_error():
+                    failures[client] = f"it failed: {message.error.reason or f'error code {message.error.code}'}"
+                else:
+                    replies[client] = message
+            if not waiting:
+                break
+        silent = set(waiting.values())
+        return Answers(replies, failures | dict.fromkeys(silent, f"no answer within {seconds:g} s"), silent)
+
+
+def until(deadline: float, poll_seconds: float) -> Iterator[None]:
+    """Yield at once, then every ``poll_seconds``, and once more at the deadline."""
+    while True:
+        yield
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(poll_seconds, left))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    node: int
+    until: float
+
+
+class Roster:
+    """Who is where: clients are known by their partition-id, Flower's nodes by random numbers.
+
+    A node is asked once who it is. A SuperNode that was restarted may come back under another number; the one that
+    spoke last counts.
+    """
+
+    def __init__(self, exchange: Exchange, patience: Patience) -> None:
+        self._exchange, self._patience = exchange, patience
+        self._asked: dict[str, _Asked] = {}
+        self._not_before: dict[int, float] = {}
+        self._client_of: dict[int, int] = {}
+        self._node_of: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.partitions: int | None = None
+        self.complaints: dict[int, str] = {}
+
+    def refresh(self) -> None:
+        """Forget the nodes that left, ask the new ones, and read the answers that have come."""
+        present, now = self._exchange.node_ids(), time.monotonic()
+        self._client_of = {node: client for node, client in self._client_of.items() if node in present}
+        self._node_of = {client: node for client, node in self._node_of.items() if node in present}
+        self._asked = {key: asked for key, asked in self._asked.items() if asked.node in present and asked.until > now}
+        pending = {asked.node for asked in self._asked.values()} | set(self._client_of)
+        new = [node for node in sorted(present - pending) if self._not_before.get(node, 0.0) <= now]
+        ttl = self._patience.connect_seconds
+        messages = [Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=ttl) for node in new]
+        for node, message_id in zip(new, self._exchange.push(messages), strict=True):
+            self._not_before[node] = now + ASK_AGAIN_SECONDS
+            if message_id:
+                self._asked[message_id] = _Asked(node, now + ttl)
+        if self._asked:
+            for message_id, message in list(self._exchange.pull(self._asked)):
+                self._note(self._asked.pop(message_id).node, message)
+
+    def doubt(self, clients: Iterable[int]) -> None:
+        """Take nodes that did not answer for gone until they say who they are again.
+
+        Flower lists a dead node for up to a minute. Doubting it makes its death cost one timeout instead of many.
+        """
+        for client in clients:
+            node = self._node_of.pop(client, None)
+            if node is not None:
+                self._client_of.pop(node, None)
+                self._not_before.pop(node, None)
+
+    def _note(self, node: int, message: Message) -> None:
+        metrics = message.content.metric_records.get(METRICS) if message.has_content() else None
+        client = metrics.get(PARTITION) if metrics is not None else None
+        if metrics is None or not isinstance(client, int):
+            reason = message.error.reason if message.has_error() else "its app does not answer query.partition"
+            if self.complaints.get(node) != reason:
+                logger.warning("node %s cannot take part: %s", node, reason)
+            self.complaints[node] = str(reason)
+            return
+        other = self._node_of.get(client)
+        if other is not None and other != node:
+            logger.warning("nodes %s and %s both hold partition %s; the second is used", other, node, client)
+        self._client_of[node], self._node_of[client] = client, node
+        examples, total = metrics.get("num-examples"), metrics.get(PARTITIONS)
+        self.sizes[client] = examples if isinstance(examples, int) else 1
+        self.partitions = total if isinstance(total, int) else self.partitions
+
+    def wait(self, enough: Callable[[], bool]) -> bool:
+        """Refresh until there is enough or the patience ends; return whether there is."""
+        for _ in until(time.monotonic() + self._patience.connect_seconds, self._patience.poll_seconds):
+            self.refresh()
+            if enough():
+                return True
+        return False
+
+    def locate(self, clients: Sequence[int], needed: int) -> dict[int, int]:
+        """Return the nodes of these clients, waiting while fewer than ``needed`` are connected."""
+
+        def here() -> dict[int, int]:
+            return {client: self._node_of[client] for client in clients if client in self._node_of}
+
+        if not self.wait(lambda: len(here()) >= needed):
+            waited = self._patience.connect_seconds
+            logger.warning("after %g s, %d of %d clients are connected", waited, len(here()), len(clients))
+        return here()

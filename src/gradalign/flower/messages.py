@@ -1,0 +1,210 @@
+"""What the server and the clients say to each other, as Flower records.
+
+Down, in one message: an ArrayRecord with x and the buffers, and for training ḡ and each keeper's s; a ConfigRecord
+with the order as JSON under one key, beside whatever the user adds for mods. Up: an ArrayRecord with g_i, or with Δ_i
+and the buffers; a MetricRecord with the numbers. Vectors are flat, in the model's own precision: nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from torch import Tensor
+
+from gradalign import algorithms
+from gradalign.errors import GradalignError
+from gradalign.flat import Point
+from gradalign.local import ClientGradient, ClientUpdate, LocalTraining
+from gradalign.plan import Algorithm, Combination
+from gradalign.server import ServerRule
+
+ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
+QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
+LOST = "memory-lost"
+
+
+class BadReplyError(GradalignError):
+    """A client's reply that cannot be used; the message is the reason."""
+
+
+def to_array(tensor: Tensor) -> Array:
+    """Return a tensor as Flower sends it; bfloat16, which NumPy lacks, travels as its bits."""
+    plain = tensor.detach().cpu().contiguous()
+    return Array((plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy())
+
+
+def to_tensor(array: Array, dtype: torch.dtype) -> Tensor:
+    """Return a received array in the precision that is expected."""
+    tensor = torch.from_numpy(array.numpy())
+    if dtype == torch.bfloat16 and tensor.dtype == torch.int16:
+        return tensor.view(torch.bfloat16)
+    return tensor.to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a client is asked to do, vectors apart."""
+
+    client: int
+    round: int
+    seed: int
+    local: LocalTraining
+    fast: bool = True
+    lr: float = 0.0
+    limit: int | None = None
+    """How many examples the gradient phase uses."""
+    parts: tuple[Mapping[str, Any], ...] = ()
+    """The algorithm's parts with this round's values, for training."""
+    weight: float = 1.0
+    participants: int = 1
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """For each keeper: the round after which the server last heard of this client's k_i, −1 for never."""
+
+    def encode(self) -> str:
+        """Return the order as JSON; Python writes floats so that they are read back to the bit."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def of(cls, message: Message) -> Order:
+        """Read the order from a message."""
+        try:
+            plain = json.loads(str(message.content.config_records[CONFIG][ORDER]))
+            return cls(**plain | {"local": LocalTraining(**plain["local"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise GradalignError(f"this message is not from a gradalign server: {error}") from None
+
+
+def describe_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
+    """Return an algorithm whose schedules are resolved as plain values."""
+    return tuple({"name": part.label} | dataclasses.asdict(part) for part in algorithm.parts)
+
+
+def known_algorithms(more: Iterable[type[Algorithm]]) -> dict[str, type[Algorithm]]:
+    """Return the algorithms that a server may name: the built-in ones and these."""
+    built_in = [kind for kind in vars(algorithms).values() if isinstance(kind, type) and issubclass(kind, Algorithm)]
+    return {kind.__name__.lower(): kind for kind in (*built_in, *more)}
+
+
+def build_parts(parts: Iterable[Mapping[str, Any]], known: Mapping[str, type[Algorithm]]) -> Combination:
+    """Return the algorithm that an order describes; the server's rule stays at the server."""
+    made: list[Algorithm] = []
+    for part in parts:
+        name = str(part["name"])
+        if name not in known:
+            raise GradalignError(
+                f'this client does not know the algorithm "{name}" (it knows {", ".join(known)}); install the '
+                "server's version of gradalign here, or give client_app(algorithms=...) your own algorithm"
+            )
+        made.append(known[name](**{key: value for key, value in part.items() if key != "name"}))
+    return Combination(tuple(made), ServerRule())
+
+
+def point_arrays(point: Point) -> dict[str, Array]:
+    """Return x and the buffers as arrays; made once for all clients of a phase."""
+    vectors = {"x": point.x, "floats": point.floats, "ints": point.ints}
+    return {name: to_array(vector) for name, vector in vectors.items() if vector.numel()}
+
+
+def instruction(
+    kind: str, node: int, arrays: Mapping[str, Array], order: Order, extra: Mapping[str, Any], ttl: float
+) -> Message:
+    """Return the message that carries an order to a node."""
+    config = ConfigRecord({**extra, ORDER: order.encode()})
+    content = RecordDict({ARRAYS: ArrayRecord(dict(arrays)), CONFIG: config})
+    return Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(order.round + 1))
+
+
+def received_point(arrays: ArrayRecord, like: Point) -> Point:
+    """Return the point that arrays hold, in the shape of the client's own model."""
+
+    def vector(name: str, own: Tensor) -> Tensor:
+        found = to_tensor(arrays[name], own.dtype) if name in arrays else own.new_empty(0)
+        if found.shape != own.shape:
+            raise GradalignError(
+                f"the server's model has {found.numel()} values in {name} and this client's has {own.numel()}; "
+                "both sides must make the same model"
+            )
+        return found
+
+    return Point(vector("x", like.x), vector("floats", like.floats), vector("ints", like.ints))
+
+
+def received_vector(message: Message, name: str, like: Tensor) -> Tensor | None:
+    """Return a vector that a message may carry."""
+    arrays = message.content.array_records[ARRAYS]
+    return to_tensor(arrays[name], like.dtype) if name in arrays else None
+
+
+def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str, int | float | None]) -> Message:
+    """Return a reply; empty vectors and unknown numbers are left out."""
+    arrays = {name: to_array(vector) for name, vector in vectors.items() if vector.numel()}
+    numbers: dict[str, Any] = {name: value for name, value in metrics.items() if value is not None}
+    return Message(RecordDict({ARRAYS: ArrayRecord(arrays), METRICS: MetricRecord(numbers)}), reply_to=message)
+
+
+def lost_memory_reply(message: Message) -> Message:
+    """Return the reply of a client that no longer has the k_i the server speaks of."""
+    return Message(RecordDict({METRICS: MetricRecord({LOST: 1})}), reply_to=message)
+
+
+def _number(record: MetricRecord, name: str) -> float:
+    value = record.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadReplyError(f"its reply has no number called {name}")
+    if not abs(float(value)) < float("inf"):
+        raise BadReplyError(f"its {name} is NaN or infinite")
+    return float(value)
+
+
+def _replied_vector(arrays: ArrayRecord, name: str, like: Tensor) -> Tensor:
+    if name not in arrays and not like.numel():
+        return like
+    if name not in arrays:
+        raise BadReplyError(f"its reply has no array called {name}")
+    try:
+        found = to_tensor(arrays[name], like.dtype)
+    except (TypeError, ValueError) as error:
+        raise BadReplyError(f"its {name} cannot be read: {error}") from None
+    if found.shape != like.shape:
+        raise BadReplyError(f"its {name} has shape {tuple(found.shape)} instead of {tuple(like.shape)}")
+    if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+        raise BadReplyError(f"its {name} has values that are NaN or infinite")
+    return found
+
+
+def _records(message: Message) -> tuple[ArrayRecord, MetricRecord]:
+    content = message.content
+    if ARRAYS not in content.array_records or METRICS not in content.metric_records:
+        raise BadReplyError(f'its reply lacks the records "{ARRAYS}" and "{METRICS}"')
+    return content.array_records[ARRAYS], content.metric_records[METRICS]
+
+
+def read_gradient(message: Message, point: Point) -> ClientGradient:
+    """Return g_i from a reply, or say why it cannot be used."""
+    arrays, metrics = _records(message)
+    return ClientGradient(
+        gradient=_replied_vector(arrays, "gradient", point.x),
+        loss=_number(metrics, "loss"),
+        accuracy=_number(metrics, "accuracy") if "accuracy" in metrics else None,
+        examples=int(_number(metrics, "num-examples")),
+    )
+
+
+def read_update(message: Message, point: Point) -> ClientUpdate:
+    """Return Δ_i from a reply, or say why it cannot be used."""
+    arrays, metrics = _records(message)
+    return ClientUpdate(
+        update=_replied_vector(arrays, "update", point.x),
+        floats=_replied_vector(arrays, "floats", point.floats),
+        ints=_replied_vector(arrays, "ints", point.ints),
+        loss=_number(metrics, "loss"),
+        steps=int(_number(metrics, "steps")),
+        examples=int(_number(metrics, "num-examples")),
+        travel=_number(metrics, "travel"),
+    )

@@ -1,0 +1,140 @@
+"""The server's side: what goes into a Flower ServerApp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.serverapp import Grid
+from torch import nn
+
+from gradalign.errors import GradalignError
+from gradalign.experiment.api import Where, conduct, describe
+from gradalign.experiment.build import make_federation
+from gradalign.experiment.rounds import Federation
+from gradalign.experiment.runner import CHECKPOINT_SECONDS, Measure, Result, Row
+from gradalign.flower.engine import FlowerEngine
+from gradalign.flower.exchange import Exchange, Patience, Roster, logger
+from gradalign.flower.remote import RemoteClients
+from gradalign.local import LocalTraining
+from gradalign.plan import Algorithm, Combination, combine
+from gradalign.server import ServerRule
+from gradalign.tasks.task import Task
+
+
+class AlignedStrategy:
+    """Runs any algorithm of this library on Flower's nodes.
+
+    A round is one exchange of messages, or two when the algorithm needs gradients: ``train.gradient`` to the sampled
+    clients, then ``train`` with ḡ to those that answered. Clients are known by their ``partition-id``.
+
+    It has a ``start`` like Flower's strategies but is not one of them: Flower's loop knows one training phase a round.
+
+    Args:
+        algorithm: For example ``FedGA(beta=0.1)`` or ``FedGA(beta=0.1) + FedAdam(lr=0.03)``.
+        task: What is trained: a model or a function that makes one, or a Task, whose test examples are then used for
+            evaluation on the server. The task's clients are not looked at: the data is at the nodes.
+        local: How clients train; sent to them in every round.
+        clients: N, the number of partitions; None takes the nodes' ``num-partitions``.
+        clients_per_round: How many are sampled each round; None takes all.
+        weights: "uniform", or "examples" to weight clients by their number of examples.
+        min_fraction: The share of the sampled clients that must answer each phase; with fewer the round is played
+            again, and then the run stops with a checkpoint.
+        patience: How long every wait may last and how often a round is played again.
+        measure: What is measured and how often. Measuring training loss and alignment costs a gradient phase,
+            which the next round uses again; by default only the test examples are looked at.
+        seed: The seed of everything random.
+        out: A folder to write the run to. A server that is started again with the same folder goes on from there.
+        checkpoint_seconds: How much work a crash of the server may cost; 0 keeps a checkpoint after every round.
+        train_config: More values for every message's ConfigRecord, for example ``{"clipping_norm": 1.0}`` for mods.
+        device: Where the server evaluates.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | ServerRule | Combination,
+        task: Task | nn.Module | Callable[[], nn.Module],
+        *,
+        local: LocalTraining | None = None,
+        clients: int | None = None,
+        clients_per_round: int | None = None,
+        weights: str = "uniform",
+        min_fraction: float = 0.5,
+        patience: Patience | None = None,
+        measure: Measure | None = None,
+        seed: int = 0,
+        out: str | Path | None = None,
+        checkpoint_seconds: float = CHECKPOINT_SECONDS,
+        train_config: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.algorithm = combine(algorithm)
+        self.task = task if isinstance(task, Task) else Task(model=task, clients=RemoteClients(1, {}), name="flower")
+        self.local = local or LocalTraining()
+        self.patience = patience or Patience()
+        self.measure = measure or Measure(train_every=0)
+        self._clients, self._per_round, self._weights = clients, clients_per_round, weights
+        self._min_fraction, self._seed, self._device = min_fraction, seed, device
+        self._train_config = dict(train_config or {})
+        self._where = Where(out=out, resume=True, checkpoint_seconds=checkpoint_seconds, progress=False)
+
+    def federation(self, roster: Roster) -> Federation:
+        """Return what stays the same over all rounds, asking the nodes for what only they know."""
+        total = self._clients
+        if total is None:
+            if not roster.wait(lambda: roster.partitions is not None):
+                raise GradalignError(
+                    f"no node told its num-partitions within {self.patience.connect_seconds:g} s; give clients=, or "
+                    "start the nodes with --node-config 'partition-id=0 num-partitions=3'"
+                )
+            total = roster.partitions or 1
+        task = replace(self.task, clients=RemoteClients(total, roster.sizes))
+        return make_federation(
+            task,
+            self.algorithm,
+            self.local,
+            per_round=self._per_round,
+            weights=self._weights,
+            dropout=0.0,
+            seed=self._seed,
+            min_fraction=self._min_fraction,
+        )
+
+    def start(self, grid: Grid, num_rounds: int = 3) -> Result:
+        """Run all rounds, or those that the run folder leaves to do, and return the history and the model."""
+        if num_rounds < 1:
+            raise GradalignError(f"num_rounds must be at least 1, got {num_rounds}")
+        exchange = Exchange(grid, self.patience.poll_seconds)
+        roster = Roster(exchange, self.patience)
+        federation = self.federation(roster)
+        engine = FlowerEngine(
+            grid,
+            federation,
+            patience=self.patience,
+            roster=roster,
+            exchange=exchange,
+            train_config=self._train_config,
+            device=self._device,
+        )
+        if self._weights == "examples":
+            roster.locate(range(len(federation.task.clients)), len(federation.task.clients))
+        logger.info("%s on %d clients, %d rounds", self.algorithm.label, len(federation.task.clients), num_rounds)
+        spec = {"rounds": num_rounds, **describe(federation, self.measure)}
+        return conduct(federation, lambda: engine, spec, num_rounds, self.measure, self._where, _log_row)
+
+
+def _log_row(row: Row) -> None:
+    if row["sampled"] is None:
+        return
+    tested = "" if row["test_accuracy"] is None else f", test accuracy {row['test_accuracy']:.2%}"
+    logger.info(
+        "round %d: %d of %d clients reported, local loss %.4g%s",
+        row["round"],
+        row["reported"],
+        row["sampled"],
+        row["local_loss"] if row["local_loss"] is not None else float("nan"),
+        tested,
+    )

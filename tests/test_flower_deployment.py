@@ -1,0 +1,106 @@
+"""A real deployment on this machine: SuperLink and SuperNodes as processes, TLS, node keys, and one node killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import gradalign as ga
+from gradalign.engines.local import InProcessEngine
+from gradalign.experiment.build import make_federation
+from gradalign.experiment.rounds import ServerState, play_round
+from gradalign.experiment.store import read_metrics
+from gradalign.flat import FlatModel
+from gradalign.plan import combine
+from gradalign.tasks.digits import digits
+
+pytest.importorskip("flwr", reason="Flower is not installed; pip install 'gradalign[flower]'")
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "flower-fedga"
+LOCAL = ga.LocalTraining(lr=0.2, steps=10, batch_size=32)
+# Long enough for a busy machine to start the clients' processes, which takes a few seconds each.
+SECONDS = 45.0
+
+
+def load_deploy():
+    spec = importlib.util.spec_from_file_location("deploy", EXAMPLE / "deploy.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["deploy"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class WithoutReports:
+    """The local engine, on which some clients answer the gradient phase in round 1 and then are gone."""
+
+    engine: InProcessEngine
+    gone: int
+
+    def gradients(self, point, clients, *, round_index, limit=None):
+        there = [client for client in clients if round_index == 0 or client != self.gone]
+        return self.engine.gradients(point, there, round_index=round_index, limit=limit)
+
+    def train(self, point, plans, *, round_index, lr):
+        there = ((client, plan) for client, plan in plans if client != self.gone)
+        return self.engine.train(point, there, round_index=round_index, lr=lr)
+
+
+def formula(rounds: int, gone: int):
+    """Return the model after some rounds in which one client is gone from the training of round 1 on."""
+    task = digits(seed=0, clients=3, classes_per_client=4)
+    federation = make_federation(
+        task, combine(ga.FedGA(beta=0.4)), LOCAL, per_round=None, weights="uniform", dropout=0.0, seed=0
+    )
+    state = ServerState(point=FlatModel(task.make_model(0)).read())
+    for _ in range(rounds):
+        state, _ = play_round(federation, WithoutReports(InProcessEngine(task, LOCAL, 0), gone), state)
+    model = task.make_model(0)
+    FlatModel(model).load(state.point)
+    return model.state_dict()
+
+
+def wait_for(condition, what: str, seconds: float = 150.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def test_a_node_killed_between_the_phases_and_one_without_a_key(tmp_path, monkeypatch):
+    """Client 2 sends its gradient and is killed; a node with a key that nobody enrolled never gets in.
+
+    What the server then has must be what the formula gives: ḡ over all three and the average over the other two in
+    round 1, the other two alone in round 2. To the last bit, through TLS and processes.
+    """
+    source = str(Path(ga.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with load_deploy().Deployment(tmp_path / "d") as deployment:
+        intruder = deployment.start_node(3, enrol=False)
+        run = deployment.run(**{"num-server-rounds": 2, "connect-seconds": 150.0, "train-seconds": SECONDS})
+
+        def sent_its_gradient() -> bool:
+            assert run.poll() is None, deployment.log("run")
+            log = deployment.log("node2")
+            return "Sent successfully" in log[log.find("Sending: train.gradient") :] and "Sending: train.grad" in log
+
+        wait_for(sent_its_gradient, "client 2 never sent its gradient")
+        deployment.kill("node2")
+        assert "Sending: train message" not in deployment.log("node2")
+        wait_for(lambda: run.poll() is not None, "the run did not end")
+        assert intruder.wait(timeout=30) != 0
+        assert "Failed to activate SuperNode" in deployment.log("node3")
+        said = deployment.log("run")
+    assert "round 1, training phase: client 2 is left out: " in said, said
+    rows = read_metrics(tmp_path / "d" / "run")
+    assert [row["reported"] for row in rows] == [None, 2, 2], said
+    assert [row["failed"] for row in rows] == [None, 1, 1]
+    stored, expected = load_file(tmp_path / "d" / "run" / "model.safetensors"), formula(2, gone=2)
+    assert all((stored[name] == value).all() for name, value in expected.items())
