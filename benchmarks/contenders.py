@@ -113,7 +113,7 @@ def this_library(
         seed=0,
     )
     state = ServerState(point=FlatModel(task.make_model(0)).read())
-    with local_engine(task, local, seed=0, workers=workers) as engine:
+    with local_engine(task, local, seed=0, workers=workers, crowd=workload.sampled) as engine:
 
         def play() -> None:
             nonlocal state

@@ -86,7 +86,8 @@ LOCALS = [
 @pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
 def test_cohorts_agree_with_the_per_client_loop(algorithm, local):
     task = small(30, [7, 7, 4, 12])
-    assert GroupTrainer(task, local, 0).width > 1, "this task should train in cohorts"
+    assert GroupTrainer(task, local, 0, crowd=28).width > 1, "this task should train in cohorts"
+    assert GroupTrainer(task, local, 0, crowd=5).width == 1, "a few clients train one by one"
     close(both(task, algorithm, local, clients_per_round=28))
 
 

@@ -520,7 +520,7 @@ def test_the_command_line_runs_on_flower_and_resumes_after_kill_9(tmp_path):
 def test_an_unknown_engine_is_refused_before_anything_is_written(tmp_path):
     done = invoke("run", "digits", "--engine", "ray", "--out", tmp_path / "r")
     assert done.exit_code == 2
-    assert done.stderr == 'error: the engine must be local or flower, got "ray"\n'
+    assert done.stderr == 'error: the engine must be local or flower or distributed, got "ray"\n'
     assert not (tmp_path / "r").exists()
 
 

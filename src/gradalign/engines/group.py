@@ -55,7 +55,7 @@ def named_failure(where: str) -> Iterator[None]:
 
 
 class GroupTrainer:
-    """Does groups of clients' work; every engine's hands."""
+    """Does groups of clients' work; ``crowd`` is how many clients a round has."""
 
     def __init__(
         self,
@@ -65,10 +65,13 @@ class GroupTrainer:
         device: torch.device | str = "cpu",
         *,
         fast: bool = True,
+        crowd: int = 0,
     ) -> None:
         self.task, self.seed = task, seed
         self.one = LocalTrainer(task, local, seed, device, fast=fast)
-        layers = layers_of(task, self.one.flat.module) if fast and self.one.device.type == "cpu" else None
+        # With few clients a round the per-client loop is quick enough, and gives the bits of every other engine.
+        together = fast and crowd >= COHORT and self.one.device.type == "cpu"
+        layers = layers_of(task, self.one.flat.module) if together else None
         self.cohort = None if layers is None else CohortTrainer(task, local, seed, layers)
         self.width = 1 if self.cohort is None else COHORT
 

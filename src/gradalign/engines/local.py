@@ -46,10 +46,11 @@ class InProcessEngine:
         device: torch.device | str = "cpu",
         *,
         fast: bool = True,
+        crowd: int = 0,
     ) -> None:
         self.task = task
         with one_thread():
-            self.trainer = GroupTrainer(task, local, seed, device, fast=fast)
+            self.trainer = GroupTrainer(task, local, seed, device, fast=fast, crowd=crowd)
 
     def gradients(
         self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
@@ -104,6 +105,7 @@ def local_engine(
     workers: int | None = None,
     device: torch.device | str = "cpu",
     fast: bool = True,
+    crowd: int = 0,
 ) -> Engine:
     """Return the engine for this machine.
 
@@ -115,13 +117,14 @@ def local_engine(
             The number changes the speed and never the result.
         device: Where the model runs. Anything but the CPU works in this process.
         fast: Use memory formats, layer orders and batched products that give the same result up to rounding.
+        crowd: How many clients a round has; many clients of a small model train together.
     """
     if workers is not None and workers < 0:
         raise GradalignError(f"workers must be 0 (in this process) or more, got {workers}")
     if torch.device(device).type != "cpu" or workers == 0:
-        return InProcessEngine(task, local, seed, device, fast=fast)
+        return InProcessEngine(task, local, seed, device, fast=fast, crowd=crowd)
     if multiprocessing.current_process().daemon:
         if workers is None:
-            return InProcessEngine(task, local, seed, device, fast=fast)
+            return InProcessEngine(task, local, seed, device, fast=fast, crowd=crowd)
         raise GradalignError("this process is itself a daemonic worker and may not start workers; use workers=0")
-    return PoolEngine(task, local, seed, workers or available_cores(), fast=fast)
+    return PoolEngine(task, local, seed, workers or available_cores(), fast=fast, crowd=crowd)

@@ -61,6 +61,7 @@ def _work(
     local: LocalTraining,
     seed: int,
     fast: bool,
+    crowd: int,
     desk: Desk,
 ) -> None:
     """Serve jobs until the pipe closes. Runs in the worker process."""
@@ -81,7 +82,7 @@ def _work(
             return
         try:
             with named_failure(for_whom(job)):
-                trainer = trainer or GroupTrainer(task, local, seed, fast=fast)
+                trainer = trainer or GroupTrainer(task, local, seed, fast=fast, crowd=crowd)
                 answer: Any = job.run(trainer, desk)
         except GradalignError as error:
             answer = Failure.of(error)
@@ -118,13 +119,14 @@ class PoolEngine:
         workers: int,
         *,
         fast: bool = True,
+        crowd: int = 0,
         method: str | None = None,
     ) -> None:
-        self.task, self.local, self.seed, self.fast = task, local, seed, fast
+        self.task, self.local, self.seed, self.fast, self.crowd = task, local, seed, fast, crowd
         self._context: Any = torch.multiprocessing.get_context(method or start_method())
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
-        trainer = GroupTrainer(task, local, seed, fast=fast)
+        trainer = GroupTrainer(task, local, seed, fast=fast, crowd=crowd)
         self._width = trainer.width
         self._desk = Desk(trainer.one.flat.read(), self._slots, self._width)
         self._wanted = workers
@@ -143,7 +145,17 @@ class PoolEngine:
         ours, theirs = self._context.Pipe()
         forked = self._context.get_start_method() == "fork"
         inherited = [ours, *(worker.pipe for worker in self._workers)] if forked else []
-        arguments = (theirs, inherited, os.getpid(), self.task, self.local, self.seed, self.fast, self._desk)
+        arguments = (
+            theirs,
+            inherited,
+            os.getpid(),
+            self.task,
+            self.local,
+            self.seed,
+            self.fast,
+            self.crowd,
+            self._desk,
+        )
         process = self._context.Process(target=_work, args=arguments, daemon=True, name="gradalign-worker")
         try:
             with quiet_generators(), warnings.catch_warnings():

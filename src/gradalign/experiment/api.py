@@ -156,6 +156,7 @@ def make_engine(federation: Federation, where: Where) -> Engine:
         workers=where.workers,
         device=where.device,
         fast=federation.fast,
+        crowd=federation.per_round,
     )
 
 

@@ -149,7 +149,7 @@ class _TaskClient:
             self._made = (for_all if len(task.clients) > 1 else for_one, task)
         return self._made[1]
 
-    def examples(self, context: Context, seed: int) -> Examples:
+    def examples(self, context: Context, seed: int = 0) -> Examples:
         """Return the node's examples: its partition's, or the only ones there are."""
         task, client = self.task(context), partition_of(context)
         if len(task.clients) == 1:
