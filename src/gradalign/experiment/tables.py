@@ -121,7 +121,7 @@ def describe_tasks() -> list[dict[str, Any]]:
     for name, make in TASKS.items():
         parameters = inspect.signature(make).parameters
         settings = {key: p.default for key, p in parameters.items() if key != "seed"}
-        lines = (inspect.getmodule(make).__doc__ or "").strip().splitlines()
+        lines = (make.__doc__ or "").strip().splitlines()
         found.append({"name": name, "description": lines[0] if lines else "", "settings": settings})
     return found
 
