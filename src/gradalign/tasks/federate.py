@@ -12,7 +12,7 @@ from torch import nn
 
 from gradalign.tasks.data import PartitionedClients, TensorExamples, Transform
 from gradalign.tasks.datasets import DataSet
-from gradalign.tasks.divide import Division, even_choice
+from gradalign.tasks.divide import Division, even_choice, spaced_choice
 from gradalign.tasks.partition import Labels, Rows
 from gradalign.tasks.task import Task
 
@@ -34,12 +34,14 @@ def federate(
     clients than it takes to hold all classes; the test set has the same share of its examples as the clients.
     """
     labels = data.train.labels
-    pool = even_choice(labels, train_limit)
+    choose = spaced_choice if data.users else even_choice
+    pool = choose(labels, train_limit)
     owners = None if data.train.owners is None else data.train.owners[pool]
     whole = division.divide(labels[pool], seed, owners)
     parts = [pool[part] for part in division.keep(whole, labels[pool], seed)]
-    test = _test_rows(data, parts, whole_share=division.data_share, natural=division.partition == "natural")
-    test = test[even_choice(data.test.labels[test], test_limit)]
+    test = _test_rows(data, parts, natural=division.partition == "natural")
+    test = test[choose(data.test.labels[test], math.ceil(division.data_share * len(test)))]
+    test = test[choose(data.test.labels[test], test_limit)]
     return Task(
         name=data.name,
         model=model,
@@ -55,17 +57,16 @@ def federate(
     )
 
 
-def _test_rows(data: DataSet, parts: list[Rows], *, whole_share: float, natural: bool) -> Rows:
+def _test_rows(data: DataSet, parts: list[Rows], *, natural: bool) -> Rows:
     """Return the test rows that belong to these clients: of their owners, or of the classes they hold."""
     mine = data.train.owners if natural else data.train.labels
     theirs = data.test.owners if natural else data.test.labels
-    if mine is None or theirs is None:
+    if mine is None or theirs is None or (data.users and not natural):
         return np.arange(len(data.test.labels))
     held = np.unique(np.concatenate([np.unique(mine[part]) for part in parts]))
     rows = np.flatnonzero(np.isin(theirs, held))
-    if not len(rows):  # the kept owners have no test examples of their own
-        rows = np.arange(len(theirs))
-    return rows[even_choice(data.test.labels[rows], math.ceil(whole_share * len(rows)))]
+    # The kept owners may have no test examples of their own: then everyone's will do.
+    return rows if len(rows) else np.arange(len(theirs))
 
 
 def _classes_held(data: DataSet, parts: list[Rows]) -> dict[str, str]:

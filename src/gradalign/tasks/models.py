@@ -39,7 +39,7 @@ def lenet(classes: int = 10) -> nn.Module:
 
 
 class CharLSTM(nn.Module):
-    """The paper's Shakespeare model: letters in 8 dimensions, two LSTM layers of 100; 133,520 parameters for 80 letters.
+    """The paper's Shakespeare model: letters in 8 dimensions, two LSTM layers of 100; 133,520 parameters.
 
     It reads (batch, length) letter codes and scores the letter that follows.
     """

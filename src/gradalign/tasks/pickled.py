@@ -1,7 +1,7 @@
 """Reads the pickled CIFAR batches without trusting them: nothing a pickle names is ever imported or called.
 
-Such a file holds strings, whole numbers, lists and one array of bytes. The few names that such an array is pickled under
-lead to stand-ins here, which take the array's bytes and nothing else; any other name ends the reading.
+Such a file holds strings, whole numbers, lists and one array of bytes. The few names that such an array is pickled
+under lead to stand-ins here, which take the array's bytes and nothing else; any other name ends the reading.
 """
 
 from __future__ import annotations
