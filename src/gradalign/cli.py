@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gradalign import data_cli
 from gradalign._version import __version__
 from gradalign.errors import GradalignError
 
@@ -37,6 +38,13 @@ Workers = Annotated[
 Checkpoint = Annotated[
     float,
     typer.Option("--checkpoint-seconds", min=0, help="Keep a checkpoint at most this often; 0 after every round."),
+]
+UserTask = Annotated[
+    str | None,
+    typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
@@ -88,6 +96,8 @@ def _version(
 def run(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
     settings: Settings = None,
+    task: UserTask = None,
+    data_dir: DataDir = None,
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
@@ -100,12 +110,14 @@ def run(
         from gradalign.experiment.api import Where, run_spec
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_summary
+        from gradalign.tasks.folders import using_data_folder
 
-        spec = load_recipe(recipe, settings or (), seed).spec()
+        spec = load_recipe(recipe, settings or (), seed, task).spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
         where = Where(workers=workers, out=folder, resume=resume, checkpoint_seconds=checkpoint_seconds)
-        result = run_spec(spec, where)
+        with using_data_folder(data_dir):
+            result = run_spec(spec, where)
         if as_json:
             _print_json(result.summary | {"folder": str(folder)})
         else:
@@ -122,6 +134,8 @@ def compare(
         int | None, typer.Option("--seeds", min=1, help="How many seeds each algorithm runs with.")
     ] = None,
     settings: Settings = None,
+    task: UserTask = None,
+    data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="The first seed.")] = None,
     out: Out = None,
     resume: Resume = False,
@@ -136,18 +150,20 @@ def compare(
         from gradalign.experiment.progress import comparison_bar
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_comparison
+        from gradalign.tasks.folders import using_data_folder
 
-        loaded = load_recipe(recipe, settings or (), seed)
+        loaded = load_recipe(recipe, settings or (), seed, task)
         entries = loaded.compare.algorithms
         if algorithms is not None:
             entries = [name.strip() for name in algorithms.split(",") if name.strip()]
         name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
         folder = output_folder(out, name, resume=resume)
-        planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
-        with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
-            where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds)
-            finished = run_comparison(planned, where, on_row=on_row)
-        summary = write_comparison(folder, finished)
+        with using_data_folder(data_dir):
+            planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
+            with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
+                where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds)
+                finished = run_comparison(planned, where, on_row=on_row)
+        summary = write_comparison(folder, finished, loaded.compare.curves)
         if as_json:
             _print_json(summary | {"folder": str(folder)})
         else:
@@ -186,6 +202,9 @@ def show(
             _print_json(shown)
         else:
             print_shown(Console(), shown, folder)
+
+
+data_cli.register(app)
 
 
 def main() -> None:
