@@ -1,4 +1,4 @@
-"""The picture of who holds what: classes against clients, the clients' sizes, and some examples where they are images."""
+"""The picture of who holds what: classes against clients, sizes, and some examples where they are images."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
+from matplotlib.figure import Figure, FigureBase
 
 from gradalign.experiment.data_tables import Holdings
 from gradalign.experiment.store import write_atomically
@@ -22,19 +21,20 @@ _MOST_NAMES = 50
 def draw_holdings(path: Path, task: Task, held: Holdings) -> None:
     """Draw the picture and write it as a PNG."""
     clients = task.clients
-    images = clients.tensors[0].numpy() if isinstance(clients, PartitionedClients) else np.empty(0)
-    has_images = images.ndim == 4
-    figure = Figure(figsize=(11, 9.5 if has_images else 7.5), layout="constrained")
-    parts = figure.subfigures(2, 1, height_ratios=(1, 3.4)) if has_images else [None, figure]
-    if has_images and isinstance(clients, PartitionedClients):
-        _draw_samples(parts[0], images, clients)
-    _draw_counts(parts[1], held)
+    if isinstance(clients, PartitionedClients) and clients.tensors[0].ndim == 4:
+        figure = Figure(figsize=(11, 9.5), layout="constrained")
+        top, bottom = np.ravel(figure.subfigures(2, 1, height_ratios=(1, 3.4)))
+        _draw_samples(top, clients)
+        _draw_counts(bottom, held)
+    else:
+        figure = Figure(figsize=(11, 7.5), layout="constrained")
+        _draw_counts(figure, held)
     facts = ", ".join(str(task.facts[key]) for key in ("partition", "kept") if key in task.facts)
     figure.suptitle(f"{task.name}: who holds what ({facts})" if facts else f"{task.name}: who holds what")
     write_atomically(path, lambda file: figure.savefig(file, dpi=150, format="png"))
 
 
-def _draw_counts(figure: Figure, held: Holdings) -> None:
+def _draw_counts(figure: FigureBase, held: Holdings) -> None:
     """Draw the classes of every client as a heat map, with the clients' sizes above and the classes' beside."""
     grid = figure.subplots(
         2, 2, sharex="col", sharey="row", gridspec_kw={"height_ratios": (1, 4), "width_ratios": (6, 1)}
@@ -66,8 +66,9 @@ def _draw_counts(figure: Figure, held: Holdings) -> None:
             axes.spines[side].set_visible(False)
 
 
-def _draw_samples(figure: Figure, images: NDArray[np.uint8], clients: PartitionedClients) -> None:
+def _draw_samples(figure: FigureBase, clients: PartitionedClients) -> None:
     """Draw the first images of the first clients, upright."""
+    images = clients.tensors[0].numpy()
     count = min(_SAMPLED_CLIENTS, len(clients))
     grid = figure.subplots(_SAMPLES, count, squeeze=False)
     for client in range(count):

@@ -39,8 +39,27 @@ def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
         # Alignment is between clients: a round with one of them would have none.
         changes["clients"] = {"per_round": max(min(2, per_round), round(scale.of("clients") * per_round))}
         changes["full_size"]["per_round"] = per_round
+    changes |= _smaller_batches(plain, scale.of("data")) | _denser_measuring(plain, scale.of("rounds"))
     changes["task"] = {key: share for key, share in changes["task"].items() if share < 1.0}
     return merge(plain, changes)
+
+
+def _smaller_batches(data: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Shrink batches with the clients, so that a step still sees the same share of a client."""
+    return _shrink(data, "local", ("batch_size", "gradient_examples"), share)
+
+
+def _denser_measuring(data: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Measure more often in fewer rounds, so that curves keep their points."""
+    return _shrink(data, "measure", ("test_every", "train_every"), share)
+
+
+def _shrink(data: Mapping[str, Any], table: str, keys: tuple[str, ...], share: float) -> dict[str, Any]:
+    given = data.get(table)
+    if share == 1.0 or not isinstance(given, Mapping):
+        return {}
+    counts = {key: given[key] for key in keys if isinstance(given.get(key), int) and given[key] > 0}
+    return {table: {key: max(1, round(share * count)) for key, count in counts.items()}}
 
 
 def read_scale(given: Any, source: str) -> ScaleSpec | None:
@@ -67,4 +86,6 @@ def describe_scale(full: FullSizeSpec, spec: Spec) -> str:
     for key, what in (("client_share", "the clients"), ("data_share", "their examples")):
         if key in shares:
             words.append(f"{100 * shares[key]:.4g} % of {what}")
+    if "data_share" in shares and spec.local.batch_size is not None:
+        words.append(f"batches of {spec.local.batch_size}")
     return ", ".join(words)

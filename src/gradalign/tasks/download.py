@@ -1,7 +1,7 @@
 """Gets the original archives: downloaded beside their place, checked against the published hash, then unpacked.
 
-Only the files a data set needs leave the archive, each to a place named here, so no name inside an archive matters. What
-is interrupted or altered never reaches its place.
+Only the files a data set needs leave the archive, each to a place named here, so no name inside an archive matters.
+What is interrupted or altered never reaches its place.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ ARCHIVES = {
     ),
 }
 NO_ARCHIVE = (
-    "Shakespeare has no published archive: make it with LEAF's scripts (github.com/TalwalkarLab/leaf, data/shakespeare: "
-    "./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8), and put its data/train and data/test folders into a folder "
-    "shakespeare of the data folder"
+    "Shakespeare has no published archive: make it with LEAF's scripts (github.com/TalwalkarLab/leaf, folder "
+    "data/shakespeare: ./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8), and put its train and test folders into "
+    "a folder named shakespeare in the data folder"
 )
 
 
