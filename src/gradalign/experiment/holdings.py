@@ -23,7 +23,7 @@ def draw_holdings(path: Path, task: Task, held: Holdings) -> None:
     clients = task.clients
     if isinstance(clients, PartitionedClients) and clients.tensors[0].ndim == 4:
         figure = Figure(figsize=(11, 9.5), layout="constrained")
-        top, bottom = np.ravel(figure.subfigures(2, 1, height_ratios=(1, 3.4)))
+        top, bottom = np.ravel(np.asarray(figure.subfigures(2, 1, height_ratios=(1, 3.4)), dtype=object))
         _draw_samples(top, clients)
         _draw_counts(bottom, held)
     else:
@@ -59,7 +59,7 @@ def _draw_counts(figure: FigureBase, held: Holdings) -> None:
     grid[1, 0].set_xlabel("client")
     grid[1, 0].set_ylabel("class")
     if len(held.names) <= 2 * _MOST_NAMES - 15:
-        grid[1, 0].set_yticks(classes, held.names, fontsize=9 if len(held.names) <= 30 else 5)
+        grid[1, 0].set_yticks(classes, held.names, fontsize=9 if len(held.names) <= 30 else 6)
     figure.colorbar(mesh, ax=grid[1, :], label="examples of the class at the client", pad=0.01, fraction=0.04)
     for axes in (grid[0, 0], grid[1, 1]):
         for side in ("top", "right"):

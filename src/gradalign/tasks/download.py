@@ -56,8 +56,8 @@ ARCHIVES = {
 }
 NO_ARCHIVE = (
     "Shakespeare has no published archive: make it with LEAF's scripts (github.com/TalwalkarLab/leaf, folder "
-    "data/shakespeare: ./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8), and put its train and test folders into "
-    "a folder named shakespeare in the data folder"
+    "data/shakespeare: ./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8), and put its train and test folders "
+    "into a folder named shakespeare in the data folder"
 )
 
 
