@@ -29,7 +29,10 @@ def test_the_readmes_recipe_is_valid():
     assert federation.algorithm.label == "fedga+fedadam"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/architecture.md", "docs/tutorial-own-data.md", "docs/results.md", "CONTRIBUTING.md"],
+)
 def test_links_lead_somewhere(page):
     path = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
