@@ -18,6 +18,7 @@ from test_data_files import archive_at, packed, server  # noqa: F401 - a fixture
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
 
 
 def test_data_lists_counts_and_places(small_data):

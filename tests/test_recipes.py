@@ -30,12 +30,14 @@ EXPERIMENTS = {
     "training-accuracy-emnist",
     "training-accuracy-cifar100",
 }
-TINY = ("--set", "scale.rounds=0.0005", "--set", "scale.clients=0.25", "--set", "scale.data=0.5", "--workers", 0)
+TINY = ("--set", "scale.rounds=0.0002", "--set", "scale.clients=0.1", "--set", "scale.data=0.5", "--workers", 0)
+FAST = ("--set", "local.steps=1")
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch, small_data):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
 
 
 def test_there_is_a_recipe_for_each_experiment():
@@ -46,27 +48,29 @@ def test_there_is_a_recipe_for_each_experiment():
 def test_every_recipe_runs_and_says_at_what_scale(name):
     # A path, as in a clone, and the small batches of small clients.
     recipe = shipped_recipes()[name]
-    out = call("run", recipe, *TINY, "--set", "local.steps=1", "--out", "r").stdout
+    out = call("run", recipe, *TINY, *FAST, "--out", "r").stdout
     assert "paper" in out
     assert "rounds" in out
     summary = json.loads(Path("r/summary.json").read_text())
     full = load_recipe(name).spec()
-    assert summary["rounds"] == max(1, round(0.0005 * full.rounds))
+    assert summary["rounds"] == max(1, round(0.0002 * full.rounds))
     assert summary["scale"].startswith(f"{summary['rounds']:,} of {full.rounds:,} rounds")
     assert "50 % of their examples" in summary["scale"]
     assert summary["paper"]["source"] == full.paper.source
     assert summary["task"]["train_examples"] > 0
     assert summary["final_test_accuracy"] is not None
-    call("run", "r/spec.toml", "--workers", 0, "--out", "again")
-    assert Path("again/model.safetensors").read_bytes() == Path("r/model.safetensors").read_bytes()
     assert "paper" in call("show", "r").stdout
 
 
+def test_a_scaled_runs_spec_gives_the_same_run_again():
+    call("run", "cifar10", *TINY, *FAST, "--out", "r")
+    call("run", "r/spec.toml", "--workers", 0, "--out", "again")
+    assert Path("again/model.safetensors").read_bytes() == Path("r/model.safetensors").read_bytes()
+    assert Path("again/summary.json").read_text().count('"scale"') == 1
+
+
 def test_comparisons_show_the_papers_numbers_beside_theirs():
-    tiny = [word for word in TINY if word != "scale.rounds=0.0005"]
-    tiny[tiny.index("--set")] = "--seeds"
-    tiny.insert(1, "1")
-    words = ("compare", "emnist-heterogeneous", "--set", "scale.rounds=0.0007", *tiny, "--set", "local.steps=1")
+    words = ("compare", "emnist-heterogeneous", *TINY, *FAST, "--set", "scale.rounds=0.0006", "--seeds", 1)
     table = call(*words, "--out", "c").stdout
     assert "85.95 ± 0.56" in table
     assert "scale: 1 of 1,500 rounds" in table
@@ -83,8 +87,7 @@ def test_comparisons_show_the_papers_numbers_beside_theirs():
 
 
 def test_comparisons_draw_the_curves_a_recipe_asks_for():
-    tiny = ("--set", "scale=0.0005", "--set", "scale.clients=0.1", "--seeds", 1, "--workers", 0)
-    call("compare", "drift-cifar100", "--set", "scale.rounds=0.0002", *tiny[2:], "--algorithms", "fedga", "--out", "c")
+    call("compare", "drift-cifar100", *TINY, *FAST, "--seeds", 1, "--algorithms", "fedga", "--out", "c")
     assert Path("c/curves.png").read_bytes().startswith(b"\x89PNG")
     message = call("compare", "digits", "--set", 'compare.curves=["colour"]', code=2).stderr
     assert "curves" in message
@@ -147,9 +150,8 @@ def test_a_users_task_takes_the_place_of_the_recipes_own():
     call("run", "digits", "--task", "own_task:make", "--set", "rounds=2", "--set", "task.width=4", "--out", "a")
     spec = json.loads(call("show", "a", "--json").stdout)["spec"]
     assert spec["task"] == {"name": "own_task:make", "width": 4}
-    call(
-        "compare", "emnist-iid", "--task", "own_task:make", "--algorithms", "fedavg", "--seeds", 1, "--set", "rounds=1"
-    )
+    once = ("--algorithms", "fedavg", "--seeds", 1, "--set", "rounds=1", "--workers", 0)
+    call("compare", "emnist-iid", "--task", "own_task:make", *once)
     summary = json.loads(Path("runs/compare-own_task-make/summary.json").read_text())
     assert summary["task"]["name"] == "own"
     assert summary["paper"] is None
@@ -158,7 +160,7 @@ def test_a_users_task_takes_the_place_of_the_recipes_own():
 
 def test_data_dir_names_the_folder(small_data, monkeypatch):
     monkeypatch.delenv("GRADALIGN_DATA")
-    words = ("run", "cifar10", *TINY, "--set", "local.steps=1")
+    words = ("run", "cifar10", *TINY, *FAST)
     assert "CIFAR-10 is not in" in call(*words, code=2).stderr
     assert not list(Path("runs").glob("*/summary.json"))
     call(*words, "--data-dir", small_data, "--out", "r")

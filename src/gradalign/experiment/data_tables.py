@@ -61,7 +61,8 @@ def _class_names(task: str, classes: int) -> tuple[str, ...]:
 
 def print_data(console: Console, found: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Print the data sets, those that are there with their counts."""
-    table = Table("data set", "training", "test", "classes", "where", title=f"data folder: {folder}", title_style="")
+    table = Table("data set", "training", "test", "classes", title=f"data folder: {folder}", title_style="")
+    table.add_column("where", overflow="fold")  # a path cut off with dots helps nobody
     for data in found:
         if not data["here"]:
             table.add_row(f"[bold]{data['name']}[/bold]", "–", "–", "–", escape(data["why"]))
