@@ -87,7 +87,9 @@ class Division:
     def keep(self, parts: list[Rows], labels: Labels, seed: int) -> list[Rows]:
         """Return the clients and rows that the shares keep: a seeded choice of clients, an even choice of rows."""
         if self.client_share < 1.0:
-            count = max(1, round(self.client_share * len(parts)))
+            count = max(
+                min(2, len(parts)), round(self.client_share * len(parts))
+            )  # one client has nobody to align with
             chosen = numpy_stream(seed, Purpose.PARTITION, _SCALE_KEY).choice(len(parts), count, replace=False)
             parts = [parts[client] for client in np.sort(chosen)]
         if self.data_share < 1.0:
