@@ -7,9 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 import gradalign as ga
+
+settings.register_profile("unhurried", deadline=None)  # a slow machine is not a failure
+settings.load_profile("unhurried")
 
 DIMENSION = 3
 
