@@ -7,9 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 import gradalign as ga
+
+settings.register_profile("unhurried", deadline=None)  # a slow machine is not a failure
+settings.load_profile("unhurried")
 
 DIMENSION = 3
 
@@ -92,3 +96,20 @@ def blobs(clients: int = 6, size: int = 20, seed: int = 0) -> ga.Task:
         clients=[(inputs[i : i + size], labels[i : i + size]) for i in range(0, cut, size)],
         test=(inputs[cut:], labels[cut:]),
     )
+
+
+@pytest.fixture(scope="session")
+def _small_data(tmp_path_factory):
+    from small_files import write_all
+
+    folder = tmp_path_factory.mktemp("data")
+    write_all(folder)
+    return folder
+
+
+@pytest.fixture
+def small_data(_small_data, tmp_path, monkeypatch):
+    """The folder with small data sets in their original formats, in use; the cache is the test's own."""
+    monkeypatch.setenv("GRADALIGN_DATA", str(_small_data))
+    monkeypatch.setenv("GRADALIGN_CACHE", str(tmp_path / "cache"))
+    return _small_data

@@ -195,7 +195,7 @@ BAD = [
     ("task.name=mnist", 'task.name: "mnist" is not a task'),
     ("task.name=nowhere:task", 'task.name: cannot import "nowhere"'),
     ("task.colour=3", "task.colour is not a setting of the task digits"),
-    ("task.partition=odd", 'task.partition must be "classes" or "iid", got "odd"'),
+    ("task.partition=odd", "task.partition must be one of iid, one-class, separate,"),
     ("algorithm.name=fedsgd", 'algorithm.name: "fedsgd" is not an algorithm'),
     ("algorithm.mu=0.1", "algorithm.mu is set, but fedga has no such parameter"),
     ("algorithm.name=gradalign", "gradalign takes one local step a round, got local.steps = 10"),

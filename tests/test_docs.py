@@ -36,6 +36,8 @@ def test_the_readmes_recipe_is_valid():
         "CONTRIBUTING.md",
         "docs/architecture.md",
         "docs/flower.md",
+        "docs/tutorial-own-data.md",
+        "docs/results.md",
         "examples/flower-fedga/README.md",
     ],
 )

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradalign import theory_cli
+from gradalign import data_cli, theory_cli
 from gradalign._version import __version__
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.launch import rank, under_torchrun
@@ -48,6 +48,13 @@ EngineName = Annotated[
 Checkpoint = Annotated[
     float,
     typer.Option("--checkpoint-seconds", min=0, help="Keep a checkpoint at most this often; 0 after every round."),
+]
+UserTask = Annotated[
+    str | None,
+    typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
@@ -109,6 +116,8 @@ def _version(
 def run(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
     settings: Settings = None,
+    task: UserTask = None,
+    data_dir: DataDir = None,
     seed: Seed = None,
     out: Out = None,
     resume: Resume = False,
@@ -122,8 +131,9 @@ def run(
         from gradalign.experiment.api import Where, default_engine, run_spec
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_summary
+        from gradalign.tasks.folders import using_data_folder
 
-        spec = load_recipe(recipe, settings or (), seed).spec()
+        spec = load_recipe(recipe, settings or (), seed, task).spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
         where = Where(
@@ -133,7 +143,8 @@ def run(
             resume=resume,
             checkpoint_seconds=checkpoint_seconds,
         )
-        result = run_spec(spec, where)
+        with using_data_folder(data_dir):
+            result = run_spec(spec, where)
         if result.folder is None:  # one of the ranks that worked for rank 0
             return
         if as_json:
@@ -152,6 +163,8 @@ def compare(
         int | None, typer.Option("--seeds", min=1, help="How many seeds each algorithm runs with.")
     ] = None,
     settings: Settings = None,
+    task: UserTask = None,
+    data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="The first seed.")] = None,
     out: Out = None,
     resume: Resume = False,
@@ -168,19 +181,21 @@ def compare(
         from gradalign.experiment.progress import comparison_bar
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_comparison
+        from gradalign.tasks.folders import using_data_folder
 
-        loaded = load_recipe(recipe, settings or (), seed)
+        loaded = load_recipe(recipe, settings or (), seed, task)
         entries = loaded.compare.algorithms
         if algorithms is not None:
             entries = [name.strip() for name in algorithms.split(",") if name.strip()]
         name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
         folder = output_folder(out, name, resume=resume)
-        planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
         where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds)
-        with claimed_folder(folder, planned, resume=resume):
-            with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
-                finished = run_comparison(planned, where, on_row=on_row)
-            summary = write_comparison(folder, finished)
+        with using_data_folder(data_dir):
+            planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
+            with claimed_folder(folder, planned, resume=resume):
+                with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
+                    finished = run_comparison(planned, where, on_row=on_row)
+                summary = write_comparison(folder, finished, loaded.compare.curves)
         if as_json:
             _print_json(summary | {"folder": str(folder)})
         else:
@@ -222,6 +237,7 @@ def show(
 
 
 theory_cli.register(app)
+data_cli.register(app)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def layers_of(task: Task, model: nn.Module) -> list[nn.Module] | None:
         and task.loss.weight is None
         and (task.loss.reduction, task.loss.label_smoothing, task.loss.ignore_index) == ("mean", 0.0, -100)
     )
-    plain_task = task.predict is predict and task.accuracy is share_correct
+    plain_task = task.predict is predict and task.accuracy is share_correct and task.augment is None
     if type(model) is not nn.Sequential or not plain_task or not plain_loss or not _labelled(task):
         return None
     layers = list(model)
@@ -56,7 +56,7 @@ def layers_of(task: Task, model: nn.Module) -> list[nn.Module] | None:
 def _labelled(task: Task) -> bool:
     """Return whether the clients' examples lie in tensors, features with class labels."""
     examples = task.client(0)
-    if not isinstance(examples, TensorExamples) or len(examples.tensors) != 2:
+    if not isinstance(examples, TensorExamples) or len(examples.tensors) != 2 or examples.transform is not None:
         return False
     inputs, targets = examples.tensors
     return inputs.is_floating_point() and targets.ndim == 1 and targets.dtype == torch.int64

@@ -278,11 +278,12 @@ class LocalTrainer:
             y.add_(shift)
         start = z.clone()
         velocity: Tensor | None = None
-        total, seen = torch.zeros((), dtype=torch.float64), 0
+        total, seen, augment = torch.zeros((), dtype=torch.float64), 0, self.task.augment
         for rows in batches:
             if inside and shift is not None:
                 torch.add(z, shift, out=y)
-            total += self._direction(examples.batch(rows), decay, constant)
+            batch = examples.batch(rows)
+            total += self._direction(batch if augment is None else augment(batch), decay, constant)
             seen += len(rows)
             if self.local.momentum:
                 velocity = direction.clone() if velocity is None else velocity.mul_(self.local.momentum).add_(direction)

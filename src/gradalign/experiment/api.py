@@ -21,6 +21,7 @@ from gradalign.experiment.build import build_federation, make_federation
 from gradalign.experiment.progress import round_bar
 from gradalign.experiment.rounds import Federation
 from gradalign.experiment.runner import CHECKPOINT_SECONDS, Measure, Result, Row, execute
+from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import RunFolder
 from gradalign.flat import FlatModel
@@ -124,7 +125,22 @@ def run_spec(
 ) -> Result:
     """Run what a validated recipe describes; a task made already may be given."""
     measure = Measure(**spec.measure.model_dump())
-    return _run(build_federation(spec, task), spec.to_dict(), spec.rounds, measure, where, on_row)
+    federation = build_federation(spec, task)
+    return _run(federation, spec.to_dict(), spec.rounds, measure, where, on_row, notes=summary_notes(spec))
+
+
+def summary_notes(spec: Spec) -> dict[str, Any]:
+    """Return what a recipe adds to the summary: the scale it ran at, and the paper's number for its algorithm."""
+    notes: dict[str, Any] = {}
+    if spec.full_size is not None:
+        notes["scale"] = describe_scale(spec.full_size, spec)
+    if spec.paper is not None:
+        notes["paper"] = {
+            "source": spec.paper.source,
+            "claim": spec.paper.claim,
+            "test_accuracy": spec.paper.test_accuracy.get(spec.algorithm.name),
+        }
+    return notes
 
 
 def check_engine(name: str) -> None:
@@ -189,9 +205,10 @@ def _run(
     measure: Measure,
     where: Where,
     on_row: Callable[[Row], None] | None = None,
+    notes: Mapping[str, Any] | None = None,
 ) -> Result:
     check_engine(where.engine)
-    return conduct(federation, lambda: make_engine(federation, where), spec, rounds, measure, where, on_row)
+    return conduct(federation, lambda: make_engine(federation, where), spec, rounds, measure, where, on_row, notes)
 
 
 def conduct(
@@ -202,6 +219,7 @@ def conduct(
     measure: Measure,
     where: Where,
     on_row: Callable[[Row], None] | None = None,
+    notes: Mapping[str, Any] | None = None,
 ) -> Result:
     """Open the run folder, start the engine, show progress, and run what is left to do."""
     show = sys.stderr.isatty() if where.progress is None else where.progress
@@ -228,6 +246,7 @@ def conduct(
             folder=folder,
             checkpoint_seconds=where.checkpoint_seconds,
             on_row=note,
+            notes=notes,
         )
         if isinstance(engine, DistributedEngine):
             engine.finish([result.history, result.summary], FlatModel(result.model).read())

@@ -18,10 +18,15 @@ from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.schedule import Cosine, OffUntil, Schedule, Steps, Warmup
 from gradalign.server import ServerRule
+from gradalign.tasks.cifar import cifar10, cifar100
 from gradalign.tasks.digits import digits
+from gradalign.tasks.emnist import emnist
+from gradalign.tasks.shakespeare import shakespeare
 from gradalign.tasks.task import Task
 
-TASKS: dict[str, Callable[..., Task]] = {"digits": digits}
+TASKS: dict[str, Callable[..., Task]] = {
+    make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)
+}
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     kind.__name__.lower(): kind

@@ -15,6 +15,7 @@ from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import build_federation, build_task
 from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.runner import Row, rounds_to, versions
+from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import (
     METRICS,
@@ -31,6 +32,7 @@ from gradalign.experiment.store import (
 from gradalign.tasks.task import Task
 
 CURVES, COMPARISON = "curves.png", "compare.toml"
+CURVES_SHOWN = ("test_accuracy", "test_loss", "r")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,8 @@ def choose_target(finished: Sequence[Finished]) -> float | None:
 def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
     """Return what summary.json says."""
     target = choose_target(finished)
+    first = finished[0].planned.spec
+    paper = first.paper
     entries = list(dict.fromkeys(run.planned.entry for run in finished))
     table = []
     for entry in entries:
@@ -184,6 +188,8 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
                 "communication_rounds_to_target": _spread(counted),
                 "reached_target": len(counted),
                 "final_r": _spread(_known(runs, "final_r")),
+                "communication_rounds": max((r.rows[-1]["communication_rounds"] for r in runs if r.rows), default=0),
+                "paper_test_accuracy": paper.test_accuracy.get(entry) if paper else None,
                 "settings": runs[0].planned.spec.to_dict(),
                 "runs": [
                     {
@@ -197,9 +203,11 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
         )
     task = next((run.summary["task"] for run in finished if run.summary), None)
     return {
-        "name": finished[0].planned.spec.name,
+        "name": first.name,
         "seeds": sorted({run.planned.seed for run in finished}),
-        "rounds": finished[0].planned.spec.rounds,
+        "rounds": first.rounds,
+        "scale": describe_scale(first.full_size, first) if first.full_size else None,
+        "paper": paper.model_dump(exclude={"test_accuracy"}) if paper else None,
         "target_accuracy": target,
         "algorithms": table,
         "task": task,
@@ -207,12 +215,14 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
     }
 
 
-def write_comparison(folder: Path, finished: Sequence[Finished]) -> dict[str, Any]:
+def write_comparison(
+    folder: Path, finished: Sequence[Finished], curves: Sequence[str] = CURVES_SHOWN
+) -> dict[str, Any]:
     """Write summary.json and the curves; return the summary."""
     from gradalign.experiment.curves import draw_comparison
 
     summary = summarise_comparison(finished)
     if any(run.rows for run in finished):
-        draw_comparison(folder / CURVES, summary, finished)
+        draw_comparison(folder / CURVES, summary, finished, curves)
     write_json(folder / SUMMARY, summary)
     return summary

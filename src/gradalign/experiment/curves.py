@@ -20,12 +20,24 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 STYLES = ("-", "--", "-.", ":")
 
-PANELS = (
-    ("communication_rounds", "test_accuracy", "communication rounds", "test accuracy"),
-    ("local_updates", "test_accuracy", "local updates, all clients together", "test accuracy"),
-    ("communication_rounds", "test_loss", "communication rounds", "test loss"),
-    ("communication_rounds", "r", "communication rounds", "r(x), variance of the gradients"),
-)
+LABELS = {
+    "test_accuracy": "test accuracy",
+    "test_loss": "test loss",
+    "train_accuracy": "training accuracy",
+    "train_loss": "training loss",
+    "r": "r(x), variance of the gradients",
+    "drift": "drift ‖∇f(x) − ∇f₁(x)‖ of the first client",
+    "cosine": "cosine of the clients' gradients with their mean",
+}
+_BY_UPDATES = ("local_updates", "test_accuracy", "local updates, all clients together", LABELS["test_accuracy"])
+
+
+def _panels(curves: Sequence[str]) -> list[tuple[str, str, str, str]]:
+    """Return what to draw: accuracy also over local updates, then one panel for each further curve."""
+    panels = [("communication_rounds", name, "communication rounds", LABELS[name]) for name in curves]
+    if "test_accuracy" in curves:
+        panels.insert(1 + list(curves).index("test_accuracy"), _BY_UPDATES)
+    return panels
 
 
 def _curve(runs: Sequence[Finished], x: str, y: str) -> tuple[list[float], list[float], list[float], list[float]]:
@@ -53,7 +65,7 @@ def _draw_panel(axes: Axes, finished: Sequence[Finished], panel: tuple[str, str,
         colour, style = COLOURS[number % len(COLOURS)], STYLES[(number // len(COLOURS)) % len(STYLES)]
         axes.plot(xs, mean, style, color=colour, label=entry, linewidth=1.6)
         axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
-    if y in ("r", "test_loss") and any(row[y] for run in finished for row in run.rows):
+    if y in ("r", "drift", "test_loss", "train_loss") and any(row[y] for run in finished for row in run.rows):
         axes.set_yscale("log")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -62,16 +74,19 @@ def _draw_panel(axes: Axes, finished: Sequence[Finished], panel: tuple[str, str,
         axes.spines[side].set_visible(False)
 
 
-def draw_comparison(path: Path, summary: dict[str, Any], finished: Sequence[Finished]) -> None:
-    """Draw accuracy, loss and r(x): mean over the seeds, the shade from the lowest to the highest."""
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
-    grid = figure.subplots(2, 2)
-    for axes, panel in zip(grid.flat, PANELS, strict=True):
-        _draw_panel(axes, finished, panel)
+def draw_comparison(path: Path, summary: dict[str, Any], finished: Sequence[Finished], curves: Sequence[str]) -> None:
+    """Draw the named curves: mean over the seeds, the shade from the lowest to the highest."""
+    panels = _panels(curves)
+    rows = (len(panels) + 1) // 2
+    figure = Figure(figsize=(11, 3.75 * rows), layout="constrained")
+    grid = figure.subplots(rows, 2, squeeze=False)
     target = summary["target_accuracy"]
-    if target is not None:
-        for axes in grid.flat[:2]:
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _draw_panel(axes, finished, panel)
+        if target is not None and panel[1] == "test_accuracy":
             axes.axhline(target, color="#666666", linewidth=0.8, linestyle=":")
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
     seeds = len(summary["seeds"])
     figure.suptitle(f"{summary['name']}: mean of {seeds} seed{'s' if seeds > 1 else ''}, shade from lowest to highest")
     handles, labels = grid.flat[0].get_legend_handles_labels()

@@ -7,7 +7,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 if TYPE_CHECKING:
     from gradalign.experiment.compare import Planned
@@ -75,3 +85,41 @@ def comparison_bar(planned: Sequence[Planned], *, show: bool) -> Iterator[Callab
             progress.update(bar, completed=sum(done.values()), description=label, note=note)
 
         yield tick
+
+
+class _DownloadBar:
+    """What pooch reports a download to; drawn on the bar of ``make_progress``."""
+
+    def __init__(self, progress: Progress, bar: TaskID) -> None:
+        self._progress, self._bar = progress, bar
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+    @total.setter
+    def total(self, size: int) -> None:
+        self._total = size
+        self._progress.update(self._bar, total=size or None)
+
+    def update(self, count: int) -> None:
+        self._progress.update(self._bar, advance=count)
+
+    def reset(self) -> None:
+        self._progress.update(self._bar, completed=0)
+
+    def close(self) -> None:
+        """The bar is closed with its context."""
+
+
+@contextmanager
+def download_bar(name: str) -> Iterator[_DownloadBar | bool]:
+    """Show a download's progress in a terminal; elsewhere False, which tells pooch to show none."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield False
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console) as progress:
+        yield _DownloadBar(progress, progress.add_task(name, total=None))

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import SERVER_RULES, accepted_parameters, algorithm_names
+from gradalign.experiment.scale import apply_scale
 from gradalign.experiment.spec import (
     AlgorithmSpec,
     CompareSpec,
@@ -51,7 +52,7 @@ class Recipe:
         chosen = self.changes.get("algorithm")
         name = chosen.get("name") if isinstance(chosen, Mapping) else None
         data = self.data if name is None else _fitting(self.data, str(name))
-        return validate(merge(data, self.changes), self.source)
+        return validate(apply_scale(merge(data, self.changes), self.source), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
@@ -66,7 +67,8 @@ class Recipe:
         data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
         data = merge(merge(data, settings), _fitting(self.changes, name))
         data["algorithm"]["name"] = name
-        return validate(data | {"seed": seed}, f"{self.source} ({entry})")
+        source = f"{self.source} ({entry})"
+        return validate(apply_scale(data, source) | {"seed": seed}, source)
 
 
 def unused_changes(recipe: Recipe, entries: Iterable[str]) -> list[str]:
@@ -104,8 +106,11 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None) -> Recipe:
-    """Read a recipe by file or by shipped name, with settings laid over it."""
+def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None, task: str | None = None) -> Recipe:
+    """Read a recipe by file or by shipped name, with settings laid over it.
+
+    Another ``task`` takes the place of the recipe's own, whose settings and paper's numbers would not fit it.
+    """
     shipped = shipped_recipes()
     path = Path(name)
     if not path.is_file() and name in shipped:
@@ -115,6 +120,8 @@ def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None
     elif not path.is_file():
         raise GradalignError(f'there is no recipe file "{name}"; shipped recipes are: {", ".join(shipped)}')
     data = dict(read_recipe(path))
+    if task is not None:
+        data |= {"task": {"name": task}, "paper": None, "name": task}
     changes = parse_settings(settings)
     if seed is not None:
         changes["seed"] = seed

@@ -6,7 +6,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -210,8 +210,9 @@ def execute(
     folder: RunFolder | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     on_row: Callable[[Row], None] | None = None,
+    notes: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Run all rounds, or the ones a folder's checkpoint leaves to do."""
+    """Run all rounds, or the ones a folder's checkpoint leaves to do; ``notes`` go into the summary as they are."""
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
     restored = folder.restore() if folder is not None else None
@@ -248,7 +249,7 @@ def execute(
         if folder is not None:
             folder.save_checkpoint(state, time.monotonic() - began)
         raise
-    summary = summarise(rows, federation, measure)
+    summary = summarise(rows, federation, measure) | dict(notes or {})
     model = _model(federation, state)
     if folder is not None:
         folder.finish(model.state_dict(), summary)

@@ -19,7 +19,11 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Portion = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+
+
+Curve = Literal["test_accuracy", "test_loss", "train_accuracy", "train_loss", "r", "drift", "cosine"]
 
 
 class Section(BaseModel):
@@ -106,12 +110,45 @@ class TaskSpec(BaseModel):
         return dict(self.model_extra or {})
 
 
+class PaperSpec(Section):
+    """What the paper reports for this experiment, shown beside the result and never used.
+
+    ``test_accuracy`` is in percent, by algorithm: a mean, or a mean and a standard deviation.
+    """
+
+    source: str
+    claim: str | None = None
+    test_accuracy: dict[str, Finite | Annotated[list[Finite], Field(min_length=2, max_length=2)]] = {}
+
+
+class ScaleSpec(Section):
+    """How far a recipe is scaled down: shares of the rounds, the clients and each client's examples."""
+
+    all: Portion = 1.0
+    rounds: Portion | None = None
+    clients: Portion | None = None
+    data: Portion | None = None
+
+    def of(self, what: Literal["rounds", "clients", "data"]) -> float:
+        """Return the share of one thing: its own, or that of all."""
+        own: float | None = getattr(self, what)
+        return self.all if own is None else own
+
+
+class FullSizeSpec(Section):
+    """What a recipe asked for before it was scaled down; only told, never used."""
+
+    rounds: Count
+    per_round: Count | None = None
+
+
 class CompareSpec(Section):
     """What ``gradalign compare`` runs, with settings of single algorithms as nested recipe tables."""
 
     algorithms: list[str] = ["fedga", "scaffold", "fedprox", "fedavg"]
     seeds: Count = 3
     settings: dict[str, dict[str, Any]] = {}
+    curves: list[Curve] = ["test_accuracy", "test_loss", "r"]
 
 
 class Spec(Section):
@@ -128,6 +165,8 @@ class Spec(Section):
     local: LocalSpec = LocalSpec()
     clients: ClientsSpec = ClientsSpec()
     measure: MeasureSpec = MeasureSpec()
+    paper: PaperSpec | None = None
+    full_size: FullSizeSpec | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as plain TOML values, unset keys left out."""
@@ -140,7 +179,7 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
     for step in location[:-1]:
         annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
         model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ScheduleSpec
-    return [*model.model_fields, "compare"] if model is Spec else list(model.model_fields)
+    return [*model.model_fields, "compare", "scale"] if model is Spec else list(model.model_fields)
 
 
 def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:

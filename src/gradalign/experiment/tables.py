@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,17 @@ def _data_line(task: Mapping[str, Any] | None) -> str:
     return f"{task['name']}: " + ", ".join(words)
 
 
+def _paper_number(number: float | Sequence[float] | None) -> str:
+    """Return the paper's accuracy as it prints it: a mean, with a deviation where it gives one."""
+    if number is None:
+        return "–"
+    return f"{number[0]:.4g} ± {number[1]:.4g}" if isinstance(number, Sequence) else f"{number:.4g}"
+
+
+def _paper_line(paper: Mapping[str, Any]) -> str:
+    return str(paper["source"]) + (f": {paper['claim']}" if paper["claim"] else "")
+
+
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print one run's summary."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -69,6 +80,12 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
         ("time", f"{summary['seconds']:.1f} s"),
         ("folder", str(folder)),
     ]
+    if summary.get("scale"):
+        rows.insert(2, ("scale", summary["scale"]))
+    if summary.get("paper"):
+        number = summary["paper"]["test_accuracy"]
+        text = "" if number is None else f"test accuracy {_paper_number(number)} % ("
+        rows.insert(-2, ("paper", text + _paper_line(summary["paper"]) + (")" if text else "")))
     for name, text in rows:
         table.add_row(f"[bold]{name}[/bold]", escape(text))
     console.print(table)
@@ -89,13 +106,18 @@ def _seeds(summary: Mapping[str, Any]) -> str:
 def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print a comparison's table."""
     target = summary["target_accuracy"]
-    table = Table(title=f"{escape(summary['name'])}, {_seeds(summary)}, {summary['rounds']} rounds")
+    spent = {entry.get("communication_rounds") for entry in summary["algorithms"]} - {None}
+    most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
+    table = Table(title=f"{escape(summary['name'])}, {_seeds(summary)}, {most}")
+    paper = summary.get("paper")
     table.add_column("algorithm", style="bold")
     scored = any(entry["best_test_accuracy"] for entry in summary["algorithms"])
     for name in ("best test accuracy, %", "final test accuracy, %") if scored else ("final test loss",):
         table.add_column(name, justify="right")
     table.add_column("communication rounds" + (f" to {100 * target:.4g} %" if target else ""), justify="right")
     table.add_column("final r(x)", justify="right")
+    if paper:
+        table.add_column("paper, %", justify="right")
     for entry in summary["algorithms"]:
         failed = sum(run["failure"] is not None for run in entry["runs"])
         name = escape(entry["name"]) + (f" ({failed} of {len(entry['runs'])} diverged)" if failed else "")
@@ -108,10 +130,15 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
             ),
             _target_cell(entry),
             _spread(entry["final_r"], ".2g"),
+            *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []),
         )
     console.print(table)
     if summary["task"]:
         console.print(escape(_data_line(summary["task"])), soft_wrap=True)
+    if summary.get("scale"):
+        console.print(escape(f"scale: {summary['scale']}"), soft_wrap=True)
+    if paper:
+        console.print(escape(f"paper: {_paper_line(paper)}"), soft_wrap=True)
     console.print(
         "mean ± standard deviation over the seeds; a round with a gradient phase counts as two", soft_wrap=True
     )
@@ -126,7 +153,7 @@ def describe_tasks() -> list[dict[str, Any]]:
     for name, make in TASKS.items():
         parameters = inspect.signature(make).parameters
         settings = {key: p.default for key, p in parameters.items() if key != "seed"}
-        lines = (inspect.getmodule(make).__doc__ or "").strip().splitlines()
+        lines = (make.__doc__ or "").strip().splitlines()
         found.append({"name": name, "description": lines[0] if lines else "", "settings": settings})
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from gradalign.errors import GradalignError
+
+Transform = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""What is done to a batch of tensors when it is drawn, such as bytes to normalised floats; never random."""
 
 
 class Examples(ABC):
@@ -27,13 +30,18 @@ class Examples(ABC):
 
 
 class TensorExamples(Examples):
-    """Examples that lie in tensors; ``rows`` selects and orders them without copying."""
+    """Examples that lie in tensors; ``rows`` selects and orders them without copying.
 
-    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None = None) -> None:
+    ``transform`` acts on each batch as it is drawn, so that images can lie in memory as bytes, once for everyone.
+    """
+
+    def __init__(
+        self, tensors: tuple[Tensor, ...], rows: Tensor | None = None, transform: Transform | None = None
+    ) -> None:
         lengths = {len(t) for t in tensors}
         if len(lengths) != 1:
             raise GradalignError(f"inputs and targets must have the same length, got {sorted(lengths)}")
-        self.tensors, self.rows = tensors, rows
+        self.tensors, self.rows, self.transform = tensors, rows, transform
 
     def __len__(self) -> int:
         return len(self.tensors[0]) if self.rows is None else len(self.rows)
@@ -41,7 +49,8 @@ class TensorExamples(Examples):
     def batch(self, index: Tensor) -> tuple[Tensor, ...]:
         """Return the selected rows of every tensor."""
         rows = index if self.rows is None else self.rows[index]
-        return tuple(t.index_select(0, rows) for t in self.tensors)
+        batch = tuple(t.index_select(0, rows) for t in self.tensors)
+        return batch if self.transform is None else self.transform(batch)
 
 
 class DatasetExamples(Examples):
@@ -84,11 +93,16 @@ class PartitionedClients(Sequence[Examples]):
     than their rows.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], parts: Iterable[Sequence[int] | np.ndarray | Tensor]) -> None:
+    def __init__(
+        self,
+        tensors: tuple[Tensor, ...],
+        parts: Iterable[Sequence[int] | np.ndarray | Tensor],
+        transform: Transform | None = None,
+    ) -> None:
         lists = [torch.as_tensor(part, dtype=torch.int64) for part in parts]
         if not lists:
             raise GradalignError("a partition needs at least one client")
-        self.tensors = tensors
+        self.tensors, self.transform = tensors, transform
         self.rows = torch.cat(lists)
         self.offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])])
         pool = len(tensors[0])
@@ -106,7 +120,7 @@ class PartitionedClients(Sequence[Examples]):
             raise IndexError(f"there are {len(self)} clients, and no client {client}")
         client %= len(self)
         start, stop = self.offsets[client], self.offsets[client + 1]
-        return TensorExamples(self.tensors, self.rows[start:stop])
+        return TensorExamples(self.tensors, self.rows[start:stop], self.transform)
 
     def sizes(self) -> np.ndarray:
         """Return the number of examples of every client."""

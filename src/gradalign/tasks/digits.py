@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks.data import PartitionedClients
-from gradalign.tasks.partition import by_classes, iid
+from gradalign.tasks.divide import Division
 from gradalign.tasks.task import Task
 
 
@@ -24,21 +26,41 @@ def digits(
     clients: int = 20,
     partition: str = "classes",
     classes_per_client: int = 2,
+    iid_share: float = 0.0,
+    alpha: float = 0.5,
+    parts: Sequence[Sequence[int]] | str | None = None,
     test_share: float = 0.25,
+    client_share: float = 1.0,
+    data_share: float = 1.0,
 ) -> Task:
-    """Make the digits task.
+    """1,797 handwritten digits, 8×8 pixels, shipped with scikit-learn: nothing to download.
 
     Args:
         seed: The seed of the split and the partition.
         clients: The number of clients.
-        partition: "classes" (each client holds a few classes) or "iid".
-        classes_per_client: How many classes a client holds, for "classes".
+        partition: How digits are divided among clients; see ``divide.PARTITIONS``.
+        classes_per_client: How many classes a client holds, for "classes" and "separate".
+        iid_share: For the partition "sorted".
+        alpha: For the partition "dirichlet".
+        parts: For the partition "custom": rows of the training digits.
         test_share: The share of the digits kept for testing.
+        client_share: The share of the clients that is kept.
+        data_share: The share of its digits that each kept client has.
     """
     from sklearn.datasets import load_digits
 
     if not 0.0 < test_share < 1.0:
         raise GradalignError(f"task.test_share must be between 0 and 1, got {test_share:g}")
+    division = Division(
+        partition=partition,
+        clients=clients,
+        classes_per_client=classes_per_client,
+        iid_share=iid_share,
+        alpha=alpha,
+        parts=parts,
+        client_share=client_share,
+        data_share=data_share,
+    )
     bunch = load_digits()
     # Pixels are 0..16; centred and scaled to about unit variance.
     images = torch.as_tensor((bunch.data / 16.0 - 0.3) / 0.4, dtype=torch.float32)
@@ -46,17 +68,13 @@ def digits(
     order = numpy_stream(seed, Purpose.SPLIT).permutation(len(labels))
     held_out = round(test_share * len(labels))
     test, train = np.sort(order[:held_out]), np.sort(order[held_out:])
-    if partition == "classes":
-        parts = by_classes(labels[train], clients, classes_per_client, seed)
-    elif partition == "iid":
-        parts = iid(labels[train], clients, seed)
-    else:
-        raise GradalignError(f'task.partition must be "classes" or "iid", got "{partition}"')
+    whole = division.divide(labels[train], seed)
+    kept = division.keep(whole, labels[train], seed)
     targets = torch.as_tensor(labels)
     return Task(
         name="digits",
         model=digits_model,
-        clients=PartitionedClients((images[train], targets[train]), parts),
+        clients=PartitionedClients((images[train], targets[train]), kept),
         test=(images[test], targets[test]),
-        facts={"partition": partition if partition == "iid" else f"{classes_per_client} classes per client"},
+        facts=division.describe(len(whole), len(kept)),
     )

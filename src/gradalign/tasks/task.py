@@ -65,6 +65,8 @@ class Task:
         test: The test examples, in the same forms; None when there are none.
         loss: ``loss(outputs, targets)``, a scalar: the mean over the batch.
         predict: ``predict(model, batch)`` gives (outputs, targets); replace it for batches of another shape.
+        augment: ``augment(batch)`` returns a changed batch, in local steps only: never in the gradient phase, never in
+            evaluation. It draws from torch's (or NumPy's) global generator, which then follows the run's seed.
         accuracy: ``accuracy(outputs, targets)`` gives the batch's mean accuracy, or None where it has none.
         name: The task's name in run folders and tables.
         facts: Anything worth printing beside the results, such as the partition or the size of a subset.
@@ -75,6 +77,7 @@ class Task:
     test: Any = None
     loss: Callable[[Any, Any], Tensor] = F.cross_entropy
     predict: Callable[[nn.Module, Any], tuple[Any, Any]] = predict
+    augment: Callable[[Any], Any] | None = None
     accuracy: Callable[[Any, Any], Tensor | float | None] = share_correct
     name: str = "custom"
     facts: Mapping[str, Any] = field(default_factory=dict)

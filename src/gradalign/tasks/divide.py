@@ -1,0 +1,139 @@
+"""From a recipe's words to a federation of clients: the partition by name, then the share of it that a scale keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gradalign.errors import GradalignError
+from gradalign.seeding import Purpose, numpy_stream
+from gradalign.tasks import partition as ways
+from gradalign.tasks.partition import Labels, Rows
+
+PARTITIONS = {
+    "iid": "shuffled and dealt out evenly",
+    "one-class": "one class per client",
+    "separate": "classes_per_client classes per client, no class at two clients",
+    "classes": "classes_per_client classes per client, every class held, classes shared where need be",
+    "sorted": "sorted by label and cut into blocks, a share iid_share dealt out at random",
+    "dirichlet": "each class divided by shares from a Dirichlet(alpha)",
+    "natural": "the owners of the data, such as the speaking roles of plays",
+    "custom": "your own lists of row numbers in parts, or the name of a JSON file with them",
+}
+
+_SCALE_KEY = 1  # keeps the choice of clients apart from the partition's own stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How examples are divided among clients.
+
+    Attributes:
+        partition: A name of ``PARTITIONS``.
+        clients: The number of clients; None takes all owners of a natural partition.
+        classes_per_client: For "separate" and "classes".
+        iid_share: For "sorted".
+        alpha: For "dirichlet".
+        parts: For "custom".
+        client_share: The share of these clients that is kept at all, a seeded choice of them.
+        data_share: The share of its examples that each kept client has.
+    """
+
+    partition: str
+    clients: int | None
+    classes_per_client: int = 1
+    iid_share: float = 0.0
+    alpha: float = 0.5
+    parts: Sequence[Sequence[int]] | str | Path | None = None
+    client_share: float = 1.0
+    data_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.partition not in PARTITIONS:
+            raise GradalignError(f'task.partition must be one of {", ".join(PARTITIONS)}, got "{self.partition}"')
+        if (self.partition == "custom") != (self.parts is not None):
+            raise GradalignError('task.parts and task.partition = "custom" belong together')
+        if self.clients is None and self.partition not in ("natural", "custom"):
+            raise GradalignError(f'task.clients is needed for the partition "{self.partition}"')
+        for name in ("client_share", "data_share"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise GradalignError(f"task.{name} must be above 0 and at most 1, got {getattr(self, name):g}")
+
+    def divide(self, labels: Labels, seed: int, owners: Labels | None = None) -> list[Rows]:
+        """Return the rows of every client of the whole federation."""
+        if self.partition == "custom":
+            return ways.custom(len(labels), self.parts or ())
+        if self.partition == "natural":
+            if owners is None:
+                raise GradalignError('task.partition: this data has no owners, so it has no "natural" partition')
+            return ways.natural(owners, self.clients, seed)
+        clients = self.clients or 0
+        if self.partition == "one-class":
+            return ways.one_class(labels, clients, seed)
+        if self.partition == "separate":
+            return ways.separate_classes(labels, clients, self.classes_per_client, seed)
+        if self.partition == "classes":
+            return ways.by_classes(labels, clients, self.classes_per_client, seed)
+        if self.partition == "sorted":
+            return ways.sorted_with_iid(labels, clients, self.iid_share, seed)
+        if self.partition == "dirichlet":
+            return ways.dirichlet(labels, clients, self.alpha, seed)
+        return ways.iid(labels, clients, seed)
+
+    def keep(self, parts: list[Rows], labels: Labels, seed: int) -> list[Rows]:
+        """Return the clients and rows that the shares keep: a seeded choice of clients, an even choice of rows."""
+        if self.client_share < 1.0:
+            count = max(
+                min(2, len(parts)), round(self.client_share * len(parts))
+            )  # one client has nobody to align with
+            chosen = numpy_stream(seed, Purpose.PARTITION, _SCALE_KEY).choice(len(parts), count, replace=False)
+            parts = [parts[client] for client in np.sort(chosen)]
+        if self.data_share < 1.0:
+            # Windows of text overlap their neighbours, and their letters are as common as they are: thin them out.
+            choose = spaced_choice if self.partition in ("natural", "custom") else even_choice
+            parts = [part[choose(labels[part], math.ceil(self.data_share * len(part)))] for part in parts]
+        return parts
+
+    def describe(self, clients: int, kept: int) -> dict[str, str]:
+        """Return the facts worth printing beside a result."""
+        text = {
+            "iid": "IID",
+            "one-class": "one class per client",
+            "separate": f"{self.classes_per_client} classes per client without overlap",
+            "classes": f"{self.classes_per_client} classes per client",
+            "sorted": f"sorted by label, {self.iid_share:.4g} of it IID",
+            "dirichlet": f"Dirichlet({self.alpha:g})",
+            "natural": "natural clients",
+            "custom": "custom lists",
+        }
+        facts = {"partition": text[self.partition]}
+        if kept < clients or self.data_share < 1.0:
+            share = f"{100 * self.data_share:.4g} % of their examples"
+            facts["kept"] = f"scaled to {kept} of {clients} clients with {share}"
+        return facts
+
+
+def spaced_choice(labels: Labels, count: int | None) -> Rows:
+    """Return ``count`` positions, in order and at equal distances; None takes all."""
+    if count is None or count >= len(labels):
+        return np.arange(len(labels))
+    if count < 1:
+        raise GradalignError(f"a limit on the examples must be at least 1, got {count}")
+    return np.arange(count) * len(labels) // count
+
+
+def even_choice(labels: Labels, count: int | None) -> Rows:
+    """Return ``count`` positions, in order, with every class as equally present as can be; None takes all."""
+    if count is None or count >= len(labels):
+        return np.arange(len(labels))
+    if count < 1:
+        raise GradalignError(f"a limit on the examples must be at least 1, got {count}")
+    order = np.argsort(labels, kind="stable")
+    starts = np.searchsorted(labels[order], labels[order], side="left")
+    rank = np.empty(len(labels), np.int64)  # the how-manieth of its class each row is
+    rank[order] = np.arange(len(labels)) - starts
+    return np.sort(np.argsort(rank, kind="stable")[:count])

@@ -1,0 +1,153 @@
+"""Gets the original archives: downloaded beside their place, checked against the published hash, then unpacked.
+
+Only the files a data set needs leave the archive, each to a place named here, so no name inside an archive matters.
+What is interrupted or altered never reaches its place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from gradalign.errors import GradalignError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """A published archive and what is taken out of it."""
+
+    url: str
+    known_hash: str
+    members: Mapping[str, str]
+    """The place in the data folder for each member that is needed."""
+
+
+def _cifar(folder: str, names: tuple[str, ...]) -> dict[str, str]:
+    return {f"{folder}/{name}": f"{folder}/{name}" for name in names}
+
+
+_EMNIST = [
+    f"emnist-balanced-{split}-{kind}-ubyte.gz" for split in ("train", "test") for kind in ("images-idx3", "labels-idx1")
+]
+ARCHIVES = {
+    "emnist": Archive(
+        url="https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",
+        known_hash="md5:58c8d27c78d21e728a6bc7b3cc06412e",
+        members={f"gzip/{name}": f"EMNIST/raw/{name}" for name in _EMNIST},
+    ),
+    "cifar10": Archive(
+        url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+        known_hash="sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
+        members=_cifar("cifar-10-batches-py", (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")),
+    ),
+    "cifar100": Archive(
+        url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+        known_hash="sha256:85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
+        members=_cifar("cifar-100-python", ("train", "test")),
+    ),
+}
+NO_ARCHIVE = (
+    "Shakespeare has no published archive: make it with LEAF's scripts (github.com/TalwalkarLab/leaf, folder "
+    "data/shakespeare: ./preprocess.sh -s niid --sf 0.2 -k 0 -t sample -tf 0.8), and put its train and test folders "
+    "into a folder named shakespeare in the data folder"
+)
+
+
+def fetch(archive: Archive, folder: Path, progress: Any = False) -> list[Path]:
+    """Download an archive, check it, and put its files into the data folder.
+
+    Args:
+        archive: What to get.
+        folder: The data folder; made when it is not there.
+        progress: pooch's progress bar: False, or an object with ``update``, ``reset``, ``close`` and ``total``.
+
+    Returns:
+        The files.
+
+    Raises:
+        GradalignError: If the download fails, or is not the published archive.
+    """
+    places = {member: folder / place for member, place in archive.members.items()}
+    if all(path.is_file() for path in places.values()):
+        return list(places.values())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        workshop = Path(tempfile.mkdtemp(prefix=".download-", dir=folder))
+    except OSError as error:
+        raise GradalignError(f"cannot write to the data folder {folder}: {error.strerror or error}") from None
+    try:
+        _unpack(_download(archive, workshop, progress), places, workshop)
+    except OSError as error:
+        raise GradalignError(f"cannot write to the data folder {folder}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+    return list(places.values())
+
+
+def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
+    import pooch
+    import requests
+
+    pooch.get_logger().setLevel("ERROR")
+    name = archive.url.rsplit("/", 1)[-1]
+    loader = pooch.HTTPDownloader(progressbar=progress, timeout=60)
+    try:
+        found = pooch.retrieve(archive.url, archive.known_hash, fname=name, path=workshop, downloader=loader)
+    except requests.exceptions.RequestException as error:
+        raise GradalignError(f"cannot download {archive.url}: {_short(error)}") from None
+    except ValueError as error:
+        if "hash" not in str(error).lower():
+            raise
+        raise GradalignError(
+            f"{archive.url} did not arrive as published (its {archive.known_hash.split(':')[0]} differs): "
+            "it was cut short or altered; nothing of it was kept, try again"
+        ) from None
+    return Path(found)
+
+
+def _short(error: Exception) -> str:
+    return (str(error) or type(error).__name__).split("\n")[0][:200]
+
+
+@contextmanager
+def _members(path: Path) -> Iterator[Any]:
+    """Yield a function that opens a member of a zip or tar archive by name, or returns None."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as packed:
+            yield lambda name: packed.open(name) if name in packed.namelist() else None
+    else:
+        with tarfile.open(path) as unpacked:
+            names = set(unpacked.getnames())
+            yield lambda name: unpacked.extractfile(name) if name in names else None
+
+
+def _unpack(path: Path, places: Mapping[str, Path], workshop: Path) -> None:
+    """Copy the members out, all of them beside their places first, then into place."""
+    ready: list[tuple[Path, Path]] = []
+    try:
+        with _members(path) as opened:
+            for number, (member, place) in enumerate(places.items()):
+                source: IO[bytes] | None = opened(member)
+                if source is None:
+                    raise GradalignError(f"{path.name} holds no file {member}")
+                copy = workshop / str(number)
+                with source, copy.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+                    target.flush()
+                    os.fsync(target.fileno())
+                ready.append((copy, place))
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
+        raise GradalignError(f"{path.name} is not a readable archive: {error}") from None
+    for copy, place in ready:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            copy.chmod(0o644)
+        copy.replace(place)

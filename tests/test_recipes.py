@@ -1,0 +1,173 @@
+"""Every recipe runs, at a tiny scale, on small files in the original formats; scale and paper's numbers are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradalign.errors import GradalignError
+from gradalign.experiment.recipes import load_recipe, shipped_recipes
+from gradalign.experiment.scale import apply_scale
+from gradalign.experiment.spec import validate
+from test_cli import call
+
+PAPERS = [name for name in shipped_recipes() if name != "digits"]
+EXPERIMENTS = {
+    "emnist-iid",
+    "emnist-heterogeneous",
+    "cifar10",
+    "cifar10-updates",
+    "cifar10-updates-whole",
+    "emnist-beta",
+    "emnist-local-steps",
+    "shakespeare",
+    "cifar100",
+    "drift-emnist-iid",
+    "drift-emnist-heterogeneous",
+    "drift-cifar100",
+    "training-accuracy-emnist",
+    "training-accuracy-cifar100",
+}
+TINY = ("--set", "scale.rounds=0.0002", "--set", "scale.clients=0.1", "--set", "scale.data=0.5", "--workers", 0)
+FAST = ("--set", "local.steps=1")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch, small_data):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def test_there_is_a_recipe_for_each_experiment():
+    assert set(PAPERS) == EXPERIMENTS
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_recipe_runs_and_says_at_what_scale(name):
+    # A path, as in a clone, and the small batches of small clients.
+    recipe = shipped_recipes()[name]
+    out = call("run", recipe, *TINY, *FAST, "--out", "r").stdout
+    assert "paper" in out
+    assert "rounds" in out
+    summary = json.loads(Path("r/summary.json").read_text())
+    full = load_recipe(name).spec()
+    assert summary["rounds"] == max(1, round(0.0002 * full.rounds))
+    assert summary["scale"].startswith(f"{summary['rounds']:,} of {full.rounds:,} rounds")
+    assert "50 % of their examples" in summary["scale"]
+    assert summary["paper"]["source"] == full.paper.source
+    assert summary["task"]["train_examples"] > 0
+    assert summary["final_test_accuracy"] is not None
+    assert "paper" in call("show", "r").stdout
+
+
+def test_a_scaled_runs_spec_gives_the_same_run_again():
+    call("run", "cifar10", *TINY, *FAST, "--out", "r")
+    call("run", "r/spec.toml", "--workers", 0, "--out", "again")
+    assert Path("again/model.safetensors").read_bytes() == Path("r/model.safetensors").read_bytes()
+    assert Path("again/summary.json").read_text().count('"scale"') == 1
+
+
+def test_comparisons_show_the_papers_numbers_beside_theirs():
+    words = ("compare", "emnist-heterogeneous", *TINY, *FAST, "--set", "scale.rounds=0.0006", "--seeds", 1)
+    table = call(*words, "--out", "c").stdout
+    assert "85.95 ± 0.56" in table
+    assert "scale: 1 of 1,500 rounds" in table
+    summary = json.loads(Path("c/summary.json").read_text())
+    assert {row["name"]: row["paper_test_accuracy"] for row in summary["algorithms"]} == {
+        "fedga": [85.95, 0.56],
+        "scaffold": [84.67, 0.78],
+        "fedavg": [82.9, 0.58],
+        "fedprox": [83.197, 0.19],
+    }
+    spent = {row["name"]: row["communication_rounds"] for row in summary["algorithms"]}
+    assert spent == {"fedga": 2, "scaffold": 2, "fedavg": 2, "fedprox": 2}, "all have the same communication"
+    assert "table 1" in call("show", "c").stdout
+
+
+def test_comparisons_draw_the_curves_a_recipe_asks_for():
+    call("compare", "drift-cifar100", *TINY, *FAST, "--seeds", 1, "--algorithms", "fedga", "--out", "c")
+    assert Path("c/curves.png").read_bytes().startswith(b"\x89PNG")
+    message = call("compare", "digits", "--set", 'compare.curves=["colour"]', code=2).stderr
+    assert "curves" in message
+
+
+def test_every_entry_of_every_comparison_is_valid():
+    for name in PAPERS:
+        recipe = load_recipe(name)
+        for entry in recipe.compare.algorithms:
+            recipe.spec_for(entry, 0)
+        assert set(recipe.spec().paper.test_accuracy) <= set(recipe.compare.algorithms)
+
+
+def test_a_scale_works_on_rounds_clients_data_and_batches():
+    data = {
+        "rounds": 1000,
+        "task": {"name": "emnist"},
+        "clients": {"per_round": 10},
+        "local": {"batch_size": 240},
+        "measure": {"train_every": 50, "test_every": 0},
+    }
+    spec = validate(apply_scale(data | {"scale": 0.1}, "r"), "r")
+    assert (spec.rounds, spec.clients.per_round, spec.local.batch_size) == (100, 2, 24)
+    assert spec.task.options() == {"client_share": 0.1, "data_share": 0.1}
+    assert (spec.measure.train_every, spec.measure.test_every) == (5, 0)
+    assert (spec.full_size.rounds, spec.full_size.per_round) == (1000, 10)
+    only_rounds = validate(apply_scale(data | {"scale": {"rounds": 0.5}}, "r"), "r")
+    assert only_rounds.rounds == 500
+    assert only_rounds.task.options() == {}
+    assert only_rounds.local.batch_size == 240
+    assert apply_scale(data, "r") == data
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("scale=0", "scale: must be greater than 0"),
+        ("scale=2", "scale: must be less than or equal to 1"),
+        ("scale.rounds=fast", "scale: rounds: must be a valid number"),
+        ("scale.epochs=0.5", "scale: epochs is not a known setting"),
+        ("paper.test_accuracy=3", "paper.test_accuracy"),
+    ],
+)
+def test_bad_scales_and_paper_tables(setting, message):
+    result = call("run", "emnist-iid", "--set", setting, code=2)
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not Path("runs").exists()
+
+
+def test_a_users_task_takes_the_place_of_the_recipes_own():
+    Path("own_task.py").write_text(
+        "import torch, gradalign\n"
+        "def make(width=3):\n"
+        "    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))\n"
+        "    data = [(x[i::10], (x[i::10, 0] > 0).long()) for i in range(10)]\n"
+        "    model = lambda: torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 2))\n"
+        "    return gradalign.Task(name='own', model=model, clients=data, test=data[0])\n"
+    )
+    call("run", "digits", "--task", "own_task:make", "--set", "rounds=2", "--set", "task.width=4", "--out", "a")
+    spec = json.loads(call("show", "a", "--json").stdout)["spec"]
+    assert spec["task"] == {"name": "own_task:make", "width": 4}
+    once = ("--algorithms", "fedavg", "--seeds", 1, "--set", "rounds=1", "--workers", 0)
+    call("compare", "emnist-iid", "--task", "own_task:make", *once)
+    summary = json.loads(Path("runs/compare-own_task-make/summary.json").read_text())
+    assert summary["task"]["name"] == "own"
+    assert summary["paper"] is None
+    assert "cannot import" in call("run", "digits", "--task", "nowhere:make", code=2).stderr
+
+
+def test_data_dir_names_the_folder(small_data, monkeypatch):
+    monkeypatch.delenv("GRADALIGN_DATA")
+    words = ("run", "cifar10", *TINY, *FAST)
+    assert "CIFAR-10 is not in" in call(*words, code=2).stderr
+    assert not list(Path("runs").glob("*/summary.json"))
+    call(*words, "--data-dir", small_data, "--out", "r")
+    assert str(small_data) not in Path("r/spec.toml").read_text()
+    assert "does not exist" in call(*words, "--data-dir", "nowhere", code=2).stderr
+
+
+def test_an_unknown_full_size_is_refused():
+    with pytest.raises(GradalignError, match="full_size"):
+        validate({"full_size": {"rounds": 0}}, "r")
