@@ -104,11 +104,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", type=int, default=8, help="small batches in a large one")
     parser.add_argument("--small", type=int, default=250, help="examples in a small batch")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--small-lr", type=float, default=0.1, help="the learning rate of small-batch SGD")
-    parser.add_argument(
-        "--large-lr", type=float, default=0.2, help="the learning rate of large-batch SGD and GradAlign"
-    )
-    parser.add_argument("--betas", type=float, nargs="*", default=[0.5, 1.5, 2.5])
+    parser.add_argument("--small-lr", type=float, default=0.4, help="the learning rate of small-batch SGD")
+    parser.add_argument("--large-lr", type=float, nargs="*", default=[0.4, 0.8], help="those of large-batch SGD")
+    parser.add_argument("--aligned-lr", type=float, default=0.4, help="the learning rate of GradAlign")
+    parser.add_argument("--betas", type=float, nargs="*", default=[0.3, 1.0, 3.0])
     parser.add_argument("--only", nargs="*", help="names of methods to run; all when left out")
     return parser.parse_args()
 

@@ -168,6 +168,8 @@ class TwoPasses:
         self.parameters, self.ranks, self.device = parameters, ranks, parameters[0].device
         self.parts: list[Part] = []
         self.visited = 0
+        self.staying = False
+        """This step is a plain one: second passes are made at x, if at all, and count for nothing."""
         self.spoiled = False
         """This rank's gradient is not finite and the other ranks do not know it yet."""
         self._buffers = buffers
@@ -209,6 +211,12 @@ class TwoPasses:
                 if m is not None:
                     m.copy_(p)
         self._home = mean
+
+    def stay(self) -> None:
+        """Let second passes come and go without a trace."""
+        self.staying = True
+        self._after = random_state(self.device)
+        self._buffers.start()
 
     def visit(self, same_randomness: bool) -> None:
         """Go to the next part's displaced point, with the random numbers of its first pass."""

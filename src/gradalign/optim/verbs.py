@@ -119,7 +119,7 @@ class TwoVerbs(OptimizerWrapper):
 
         Returns:
             Whether there is a point to go to. If not (β is 0, ``every`` says so, or the gradient is not finite) the
-            second pass may be left out; it does no harm.
+            second pass may be left out, unless there is a scaler; when made, nothing comes of it.
         """
         if self._finite is not None:
             raise GradalignError("the step is prepared already; call step() before the next displace()")
@@ -128,28 +128,33 @@ class TwoVerbs(OptimizerWrapper):
             self.collect()
             passes = self._passes
         assert passes is not None
-        if passes.visited == 0 and not passes.displaced:
-            return self._begin(passes, scaler)
+        if passes.staying:
+            return False
+        if not passes.displaced:
+            self._unscale_first_pass(passes, scaler)
+            return self._begin(passes)
         if passes.visited == len(passes.parts):
             raise GradalignError("every part was displaced already; call step(), or restore() to give the step up")
         passes.gather()
         passes.visit(self.same_randomness)
         return True
 
-    def _begin(self, passes: TwoPasses, scaler: GradScaler | None) -> bool:
-        """Find ḡ and go to the first displaced point, if this step has one."""
+    def _begin(self, passes: TwoPasses) -> bool:
+        """Find ḡ and go to the first displaced point, or stay when this step has none."""
         if not self.aligning or self._alone(len(passes.parts)):
+            passes.stay()
             return False
-        self._unscale_first_pass(passes, scaler)
         mean = self._take_previous(passes.parameters)
         if mean is None:
             mean, _ = self._ranks.mean(passes.parameters, passes.local_mean(), passes.weight, None)
-            if not all_finite(mean):
-                return False
-            self._warn_of_equal_ranks(passes, mean)
-        elif not all(all_finite(part.vectors) for part in passes.parts):
-            passes.spoiled = True
+            lost = not all_finite(mean)
+        else:
+            # Only this rank knows; the others will hear of it with the displaced gradients.
+            lost = passes.spoiled = not all(all_finite(part.vectors) for part in passes.parts)
+        if lost:
+            passes.stay()
             return False
+        self._warn_of_equal_ranks(passes, mean)
         passes.aim(self.beta, mean)
         passes.visit(self.same_randomness)
         return True
@@ -183,52 +188,48 @@ class TwoVerbs(OptimizerWrapper):
 
     def _finish(self) -> None:
         """End the passes: back to x, and the step's gradient in ``.grad``."""
-        passes, reduce = self._passes, not self.overlap
-        if passes is None:
-            passes = TwoPasses(self.trained_parameters(), self._ranks, self._buffers)
-            self._unscale(passes.parameters)
-            if self._ranks.size > 1 and reduce:
-                self._put_mean(passes, take_gradients(passes.parameters), 1.0)
-            return self._ready()
-        again = any(p.grad is not None for p in passes.parameters)
-        if passes.displaced:
-            self._end_second_pass(passes, again)
-            total = passes.total()
-        elif passes.spoiled:
-            total = passes.total()
-        elif again:  # the second pass of a step that is not aligned: the same gradient once more
-            self._unscale(passes.parameters)
-            total = take_gradients(passes.parameters)
-        else:
-            put_gradients(passes.parameters, passes.local_mean())
-            self._unscale(passes.parameters)
-            total, reduce = take_gradients(passes.parameters), True
-        if reduce:
-            self._put_mean(passes, total, passes.weight)
-        else:
-            put_gradients(passes.parameters, total)
+        passes = self._passes
+        if passes is None:  # a plain step, with what lies in .grad
+            parameters = self.trained_parameters()
+            self._unscale(parameters)
+            if self._ranks.size > 1 and not self.overlap:
+                self._put_mean(parameters, take_gradients(parameters), 1.0)
+        elif passes.displaced:
+            self._end_second_pass(passes)
+            if self.overlap:
+                put_gradients(passes.parameters, passes.total())
+            else:
+                self._put_mean(passes.parameters, passes.total(), passes.weight)
+        else:  # the gradients at x are the step's; a second pass, if one was made, found the same ones
+            take_gradients(passes.parameters)
+            passes.go_home(self.same_randomness)
+            self._refuse_unknown_scale()
+            gradients = passes.total() if passes.spoiled else passes.local_mean()
+            self._put_mean(passes.parameters, gradients, passes.weight)
         self._ready()
 
-    def _end_second_pass(self, passes: TwoPasses, again: bool) -> None:
-        scaled = hasattr(self, "grad_scale") and self.grad_scale is not None
+    def _end_second_pass(self, passes: TwoPasses) -> None:
         self._unscale(passes.parameters)
-        if again:
-            passes.gather()
+        found = passes.gather()
         passes.go_home(self.same_randomness)
         problem = None
-        if not again:
+        if not found:
             problem = "step() came after displace() without a second backward"
         elif passes.visited < len(passes.parts):
             problem = f"step() came after {passes.visited} of {len(passes.parts)} parts were displaced"
-        elif scaled and not self._scaled:
-            problem = "the losses are scaled: give the scaler to displace(scaler=scaler)"
         if problem:
             self.restore()
             raise GradalignError(problem)
+        self._refuse_unknown_scale()
 
-    def _put_mean(self, passes: TwoPasses, gradients: Gradients, weight: float) -> None:
-        mean, _ = self._ranks.mean(passes.parameters, gradients, weight, None)
-        put_gradients(passes.parameters, mean)
+    def _refuse_unknown_scale(self) -> None:
+        if getattr(self, "grad_scale", None) is not None and not self._scaled:
+            self.restore()
+            raise GradalignError("the losses are scaled: give the scaler to displace(scaler=scaler)")
+
+    def _put_mean(self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float) -> None:
+        mean, _ = self._ranks.mean(parameters, gradients, weight, None)
+        put_gradients(parameters, mean)
 
     @torch.no_grad()
     def _unscale(self, parameters: Sequence[nn.Parameter]) -> None:
