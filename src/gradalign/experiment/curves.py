@@ -76,7 +76,8 @@ def _draw_panel(axes: Axes, finished: Sequence[Finished], panel: tuple[str, str,
 
 def draw_comparison(path: Path, summary: dict[str, Any], finished: Sequence[Finished], curves: Sequence[str]) -> None:
     """Draw the named curves: mean over the seeds, the shade from the lowest to the highest."""
-    panels = _panels(curves)
+    measured = [name for name in curves if any(row.get(name) is not None for run in finished for row in run.rows)]
+    panels = _panels(measured or list(curves))
     rows = (len(panels) + 1) // 2
     figure = Figure(figsize=(11, 3.75 * rows), layout="constrained")
     grid = figure.subplots(rows, 2, squeeze=False)

@@ -101,6 +101,10 @@ def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
     loader = pooch.HTTPDownloader(progressbar=progress, timeout=60)
     try:
         found = pooch.retrieve(archive.url, archive.known_hash, fname=name, path=workshop, downloader=loader)
+    except (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError):
+        raise GradalignError(
+            f"cannot download {archive.url}: the connection failed or broke off; nothing of it was kept, try again"
+        ) from None
     except requests.exceptions.RequestException as error:
         raise GradalignError(f"cannot download {archive.url}: {_short(error)}") from None
     except ValueError as error:
