@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -104,14 +104,23 @@ def child(*words: str, ranks: int = 0) -> dict[str, float]:
     return found
 
 
+def memory_now(field: str) -> int:
+    """Return a line of this process's status in bytes: VmRSS is what it uses now, VmHWM its peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise SystemExit("peak memory is read from /proc, which this system does not have")
+
+
 def print_memory(bench: Bench, kind: str) -> None:
-    """Print, as a child, how much memory three steps of one kind added to the process at their peak."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Print, as a child, by how much three steps of one kind raise the peak memory, in bytes and gradient sizes."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = memory_now("VmRSS")
     for _ in range(3):
         getattr(bench, kind)()
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    added = memory_now("VmHWM") - before
     size = 4 * sum(p.numel() for p in bench.model.parameters())
-    print(json.dumps({"bytes": 1024 * (after - before), "vectors": 1024 * (after - before) / size}))
+    print(json.dumps({"bytes": added, "vectors": added / size}))
 
 
 def print_share(bench: Bench, repeats: int) -> None:
@@ -172,7 +181,7 @@ def main() -> None:
         ratio = times[kind] / times["accumulated"]
         print(
             f"{name:15} {1e3 * times[kind]:8.1f} ms a step, {ratio:5.2f} x SGD by parts, "
-            f"peak memory +{memory[kind]['bytes'] / 2**20:.0f} MiB"
+            f"peak memory +{memory[kind]['bytes'] / 2**20:.0f} MiB ({memory[kind]['vectors']:.1f} gradients)"
         )
     print(f"two ranks: {100 * share['share']:.1f} % of a GradAlign step in all-reduce, waiting included")
     return None

@@ -534,10 +534,10 @@ def test_bfloat16_autocast_needs_nothing_special():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return loss_of(model)(inputs, targets)
 
-    before = float(closure(*batch()))
+    before = closure(*batch()).item()
     for _ in range(10):
         opt.step(closure, *batch(), parts=4)
-    assert float(closure(*batch())) < before
+    assert closure(*batch()).item() < before
 
 
 def test_grad_scaler_scales_both_passes_and_skips_on_overflow():

@@ -4,7 +4,7 @@ A part's first pass gives g_i = ∇f_i(x). With ḡ, the mean over all parts, it
 point x_i = x − β(ḡ − g_i) and gives h_i = ∇f_i(x_i). The step is then taken from x along the mean of h_i.
 
 Memory, in gradient-sized vectors and counting ``.grad``, for n parts: n + 1. The parts' gradients become their
-displaced points in place, ḡ's memory becomes the copy of x that is put back afterwards.
+distances from ḡ in place, and ḡ's memory becomes the copy of x that is put back afterwards.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def displaced_points(parameters: Sequence[nn.Parameter], mean: Gradients, own: G
         elif g is None:
             points.append(torch.sub(p, m, alpha=beta))
         else:
-            points.append(g.sub_(m).mul_(beta).add_(p))
+            points.append(torch.add(p, g.sub_(m), alpha=beta, out=g))
     return points
 
 
@@ -146,9 +146,16 @@ def put_values(parameters: Sequence[nn.Parameter], values: Gradients) -> None:
             p.copy_(value)
 
 
+def put_copies(parameters: Sequence[nn.Parameter], memory: Gradients) -> None:
+    """Overwrite these vectors with the parameters' values."""
+    for p, vector in zip(parameters, memory, strict=True):
+        if vector is not None:
+            vector.copy_(p.detach())
+
+
 @dataclass
 class Part:
-    """One part of the batch: its gradient at x, later its displaced point."""
+    """One part of the batch: its gradient at x, later that gradient's distance from the mean."""
 
     vectors: Gradients
     weight: float
@@ -174,6 +181,7 @@ class TwoPasses:
         """This rank's gradient is not finite and the other ranks do not know it yet."""
         self._buffers = buffers
         self._home: Gradients | None = None
+        self._beta = 0.0
         self._total: Gradients = [None] * len(parameters)
         self._after: RandomState | None = None
 
@@ -202,15 +210,14 @@ class TwoPasses:
                     mean[j] = g * share if kept is None else kept.add_(g, alpha=share)
         return mean
 
+    @torch.no_grad()
     def aim(self, beta: float, mean: Gradients) -> None:
-        """Turn the parts' gradients into their displaced points, and ḡ's memory into the copy of x."""
+        """Turn the parts' gradients into their distances from ḡ, and ḡ's memory into the copy of x."""
         for part in self.parts:
-            part.vectors = displaced_points(self.parameters, mean, part.vectors, beta)
-        with torch.no_grad():
-            for p, m in zip(self.parameters, mean, strict=True):
-                if m is not None:
-                    m.copy_(p)
-        self._home = mean
+            pairs = zip(part.vectors, mean, strict=True)
+            part.vectors = [None if m is None else -m if g is None else g.sub_(m) for g, m in pairs]
+        put_copies(self.parameters, mean)
+        self._home, self._beta = mean, beta
 
     def stay(self) -> None:
         """Let second passes come and go without a trace."""
@@ -225,10 +232,17 @@ class TwoPasses:
             self._after = random_state(self.device)
             self._buffers.start()
         self.visited += 1
-        put_values(self.parameters, part.vectors)
+        self._go_to(part.vectors)
         part.vectors = []
         if same_randomness:
             set_random_state(self.device, part.random)
+
+    @torch.no_grad()
+    def _go_to(self, distances: Gradients) -> None:
+        """Set the parameters to x + β(g_i − ḡ), in one walk through memory."""
+        for p, x, distance in zip(self.parameters, self._home or (), distances, strict=True):
+            if x is not None and distance is not None:
+                torch.add(x, distance, alpha=self._beta, out=p)
 
     def gather(self) -> bool:
         """Add the gradient of the point just visited to the total; return whether there was one."""
