@@ -169,7 +169,7 @@ class Heavy(nn.Module):
         return (self.w * part).sum()
 
 
-@pytest.mark.parametrize(("memory", "parts", "limit"), [("full", 3, 4), ("full", 6, 7), ("low", 3, 3), ("low", 6, 3)])
+@pytest.mark.parametrize(("memory", "parts", "limit"), [("full", 2, 3), ("full", 4, 5), ("low", 4, 3)])
 def test_vectors_held_while_the_closure_runs(memory, parts, limit):
     """Count the tensors of the parameter's size that are alive beside the parameter and the closure's own."""
     size = 100_003
@@ -178,7 +178,6 @@ def test_vectors_held_while_the_closure_runs(memory, parts, limit):
     held = []
 
     def closure(part: float) -> torch.Tensor:
-        gc.collect()
         # type() and not isinstance(): the latter wakes up every lazy object there is.
         tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() == size]
         held.append(len({t.untyped_storage().data_ptr() for t in tensors}))
