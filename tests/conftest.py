@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +72,11 @@ class Quadratics:
 @pytest.fixture
 def quadratics() -> Quadratics:
     return Quadratics.make(4)
+
+
+def hear_ctrl_c() -> None:
+    """In a child about to start: take SIGINT as a terminal's program does, also when the tests run in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def final_point(result: ga.Result) -> np.ndarray:

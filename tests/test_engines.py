@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gradalign as ga
-from conftest import blobs, vector
+from conftest import blobs, hear_ctrl_c, vector
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
 from gradalign.experiment.build import make_federation
@@ -185,7 +185,9 @@ time.sleep(60)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_their_parent(end):
     code = PARENT.format(tests=str(Path(__file__).parent))
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=hear_ctrl_c
+    )
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 2

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import gradalign as ga
-from conftest import blobs, vector
+from conftest import blobs, hear_ctrl_c, vector
 from gradalign.experiment.store import differing_fields, read_metrics
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
@@ -178,7 +178,8 @@ def test_kill_9_at_random_moments_and_resume(tmp_path, recipe, checkpoint_second
 def test_ctrl_c_keeps_a_checkpoint_and_leaves_no_process(tmp_path, recipe, end, code):
     out = tmp_path / "stopped"
     run = command("run", recipe, "--set", "rounds=100000", "--out", out, "--workers", 2)
-    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(run, start_new_session=True, preexec_fn=hear_ctrl_c, **pipes)
     while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < 4:
         assert process.poll() is None, process.communicate()[1].decode()
         time.sleep(0.02)
