@@ -75,7 +75,7 @@ def quadratics() -> Quadratics:
 
 
 def hear_ctrl_c() -> None:
-    """In a child about to start: take SIGINT as a terminal's program does, also when the tests run in the background."""
+    """In a child about to start: take SIGINT as a terminal program does, also when the tests run in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
