@@ -177,14 +177,17 @@ def test_kill_9_at_random_moments_and_resume(tmp_path, recipe, checkpoint_second
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_keeps_a_checkpoint_and_leaves_no_process(tmp_path, recipe, end, code):
     out = tmp_path / "stopped"
-    run = command("run", recipe, "--set", "rounds=100000", "--out", out, "--workers", 2)
+    run = command("run", recipe, "--set", "rounds=5000", "--out", out, "--workers", 2)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(run, start_new_session=True, preexec_fn=hear_ctrl_c, **pipes)
     while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < 4:
         assert process.poll() is None, process.communicate()[1].decode()
         time.sleep(0.02)
     os.killpg(process.pid, end)  # as a terminal does: the whole group gets it
-    _, errors = process.communicate(timeout=60)
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == code, errors.decode()
     assert errors.decode().strip() == "stopped; continue with the same command and --resume"
     with pytest.raises(ProcessLookupError):
