@@ -149,6 +149,7 @@ def print_share(bench: Bench, repeats: int) -> None:
     if dist.get_rank() == 0:
         share = median(r / s for r, s in zip(reduces[1:], steps[1:], strict=True))
         print(json.dumps({"share": share, "step_seconds": median(steps[1:])}))
+    dist.barrier()
     dist.destroy_process_group()
 
 

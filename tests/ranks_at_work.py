@@ -177,6 +177,7 @@ def main(folder: Path) -> None:
         "complaints": complaints(),
     }
     torch.save(report, folder / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
