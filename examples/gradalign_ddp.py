@@ -54,7 +54,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         equal = all(torch.equal(weights, other) for other in everyone)
         print(f"{len(everyone)} ranks: test accuracy {accuracy(model, test_images, test_labels):.4f}, equal: {equal}")
-    dist.barrier()  # nobody leaves while another still uses the connection: gloo aborts otherwise, now and then
+    dist.barrier()  # nobody leaves while another still uses the connection
     dist.destroy_process_group()
 
 

@@ -18,6 +18,9 @@ from ranks_at_work import SETTINGS, one_process, run_of_everything
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src"
+# A fault of torch 2.13, not ours: once DDP was used, gloo's threads outlive destroy_process_group, and one that drops a
+# tensor while the interpreter ends aborts the process, rarely (github.com/pytorch/pytorch/issues/190489). Try again.
+TORN_DOWN_BADLY = "terminate called without an active exception"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -27,9 +30,13 @@ def environment(**more: str) -> dict[str, str]:
 
 def torchrun(ranks: int, *command: str, seconds: float = 120.0, cwd: Path | None = None):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [*launcher, *command], env=environment(), capture_output=True, text=True, timeout=seconds, cwd=cwd
-    )
+    for _ in range(2):
+        done = subprocess.run(
+            [*launcher, *command], env=environment(), capture_output=True, text=True, timeout=seconds, cwd=cwd
+        )
+        if TORN_DOWN_BADLY not in done.stderr:
+            break
+    return done
 
 
 @pytest.fixture(scope="module", params=[2, 3])
