@@ -15,6 +15,7 @@ from gradalign.engines.group import GroupTrainer
 from gradalign.fast import fill_channels, pool_before_relu
 from gradalign.flat import FlatModel, all_finite
 from gradalign.local import LocalTrainer
+from gradalign.outer import ProductLinear
 from gradalign.tasks.digits import digits
 
 
@@ -248,3 +249,74 @@ def test_not_finite_numbers_are_found_and_large_ones_are_not_mistaken():
     for bad in (float("nan"), float("inf"), float("-inf")):
         assert not all_finite(torch.tensor([1.0, bad, 2.0]))
     assert not all_finite(torch.tensor([float("inf"), float("-inf")]))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 450), nn.Tanh(), nn.Linear(450, 3))
+
+
+def wide_task(model=wide, **more) -> ga.Task:
+    generator = torch.Generator().manual_seed(2)
+    data = [(torch.randn(9, 300, generator=generator), torch.randint(3, (9,), generator=generator)) for _ in range(3)]
+    return ga.Task(model=model, clients=data, test=data[0], **more)
+
+
+def keeps_products(task: ga.Task) -> bool:
+    return any(isinstance(part, ProductLinear) for part in LocalTrainer(task, LOCALS[0], 0).flat.module.modules())
+
+
+@pytest.mark.parametrize("local", LOCALS, ids=["steps", "epochs", "clipped"])
+@pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
+def test_products_of_large_layers_agree_with_written_out_gradients(algorithm, local):
+    assert keeps_products(wide_task())
+    close(both(wide_task(), algorithm, local))
+
+
+def test_a_product_is_the_gradient():
+    torch.manual_seed(3)
+    layer = ProductLinear(4, 5)
+    layer.kept = []
+    inputs = torch.randn(2, 3, 4, requires_grad=True)
+    layer(inputs).square().sum().backward()
+    (outwards, rows), *others = layer.kept
+    assert not others
+    assert layer.weight.grad is None
+    outputs = inputs @ layer.weight.T + layer.bias
+    by_hand = 2 * outputs  # of the sum of squares
+    assert torch.allclose(outwards.T @ rows, torch.einsum("abo,abi->oi", by_hand, inputs), atol=1e-5)
+    assert torch.allclose(inputs.grad, by_hand @ layer.weight, atol=1e-5)
+    assert torch.allclose(layer.bias.grad, by_hand.sum((0, 1)), atol=1e-5)
+
+
+class Penalised(nn.Module):
+    """A model that differentiates itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = wide()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+def hooked_wide() -> nn.Module:
+    model = wide()
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def tied_wide() -> nn.Module:
+    model = nn.Sequential(nn.Linear(300, 450), nn.Tanh(), nn.Linear(450, 450), nn.Linear(450, 450), nn.Linear(450, 3))
+    model[3].weight = model[2].weight
+    return model
+
+
+def test_products_are_kept_only_where_nobody_else_asks_for_the_gradient():
+    assert not keeps_products(wide_task(Penalised))
+    assert not keeps_products(wide_task(hooked_wide))
+    assert not keeps_products(wide_task(predict=lambda model, batch: (model(batch[0]), batch[1])))
+    assert not keeps_products(wide_task(lambda: nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 3))))
+    trainer = LocalTrainer(wide_task(tied_wide), LOCALS[0], 0)
+    kinds = [isinstance(layer, ProductLinear) for layer in trainer.flat.module]
+    assert kinds == [True, False, False, False, False], "the shared weight is not taken"
+    close(both(wide_task(tied_wide), ga.FedGA(beta=0.1), LOCALS[0]))

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from gradalign.errors import GradalignError
 from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
+from gradalign.outer import Products, keep_products
 from gradalign.plan import Plan
 from gradalign.schedule import Schedule, require, setting_of
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.step import LocalStep
 from gradalign.tasks.data import Examples
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,10 @@ class LocalTrainer:
         self.channels_last = False
         if fast and self.device.type == "cpu":
             model = self._faster(model)
+            if task.predict is predict:
+                keep_products(model)
         self.flat = FlatModel(model, channels_last=self.channels_last)
+        self.products = Products(model)
         self.dtype = self.flat.vector.dtype
 
     def _faster(self, model: nn.Module) -> nn.Module:
@@ -249,9 +253,17 @@ class LocalTrainer:
         )
 
     def train(
-        self, point: Point, plan: Plan, examples: Examples, *, client: int, round_index: int, lr: float
+        self,
+        point: Point,
+        plan: Plan,
+        examples: Examples,
+        *,
+        client: int,
+        round_index: int,
+        lr: float,
+        out: Tensor | None = None,
     ) -> ClientUpdate:
-        """Execute a plan from the server's point and report Δ_i."""
+        """Execute a plan from the server's point and report Δ_i, in ``out`` when that is given."""
         count = len(examples)
         steps = self.local.steps_for(count)
         batches = shuffled_batches(
@@ -261,8 +273,12 @@ class LocalTrainer:
         flat.load(point)
         flat.module.train()
         flat.drop_gradients()
-        with torch.enable_grad(), global_stream(self.seed, Purpose.TRAIN, round_index, client):
-            update, loss, seen = self._walk(plan, itertools.islice(batches, steps), examples, lr)
+        self.products.start()
+        try:
+            with torch.enable_grad(), global_stream(self.seed, Purpose.TRAIN, round_index, client):
+                update, loss, seen = self._walk(point, plan, itertools.islice(batches, steps), examples, lr, out)
+        finally:
+            self.products.stop()
         floats, ints = flat.read_buffers()
         return ClientUpdate(
             update=update,
@@ -274,7 +290,9 @@ class LocalTrainer:
             travel=self.local.travel(lr, steps),
         )
 
-    def _walk(self, plan: Plan, batches: Iterator[Tensor], examples: Examples, lr: float) -> tuple[Tensor, float, int]:
+    def _walk(
+        self, point: Point, plan: Plan, batches: Iterator[Tensor], examples: Examples, lr: float, out: Tensor | None
+    ) -> tuple[Tensor, float, int]:
         """Take the local steps from ``flat.vector`` = x; return Δ, the sum of the losses and the examples seen.
 
         y, where gradients are taken, is ``flat.vector``. With the displacement inside every step the client's own
@@ -289,9 +307,11 @@ class LocalTrainer:
         z = y.clone() if inside else y
         if shift is not None and not inside:
             y.add_(shift)
-        start = z.clone()
+        displaced = shift is not None and not inside
+        start = z.clone() if displaced or self.device.type != "cpu" else point.x  # without displacement, z starts at x
         step = LocalStep(
             self.flat,
+            self.products,
             z,
             lr=lr,
             decay=self.local.weight_decay + plan.pull,
@@ -309,7 +329,8 @@ class LocalTrainer:
             step.take()
             total += loss.detach().to("cpu", torch.float64)
             seen += len(rows)
-        return self.flat.way(start, z), float(total), seen
+        update = self.flat.way(start, z, inside=start is not point.x, out=out)
+        return update, float(total), seen
 
     @torch.no_grad()
     def evaluate(self, point: Point, examples: Examples, rows: Tensor) -> Score:
