@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import gradalign as ga
 from conftest import vector
 from gradalign.cohort import layers_of
 from gradalign.engines.group import GroupTrainer
+from gradalign.experiment.build import build_federation
+from gradalign.experiment.recipes import load_recipe
 from gradalign.fast import fill_channels, pool_before_relu
 from gradalign.flat import FlatModel, all_finite
 from gradalign.local import LocalTrainer
@@ -320,3 +323,36 @@ def test_products_are_kept_only_where_nobody_else_asks_for_the_gradient():
     kinds = [isinstance(layer, ProductLinear) for layer in trainer.flat.module]
     assert kinds == [True, False, False, False, False], "the shared weight is not taken"
     close(both(wide_task(tied_wide), ga.FedGA(beta=0.1), LOCALS[0]))
+
+
+def test_bfloat16_is_close_on_request_and_never_exact():
+    task = images(convolutional)
+    exact = ga.LocalTraining(lr=0.1, steps=3, batch_size=6)
+    rough = dataclasses.replace(exact, precision="bf16")
+    runs = [ga.run(task, ga.FedGA(beta=0.1), rounds=2, local=local, workers=0) for local in (exact, rough)]
+    assert all(p.dtype == torch.float32 for p in runs[1].model.parameters())
+    found = []
+    for local in (exact, rough):
+        trainer = LocalTrainer(task, local, 0)
+        found.append(trainer.gradient(trainer.flat.read(), task.client(0), client=0, round_index=0).gradient)
+    error = float((found[1] - found[0]).norm() / found[0].norm())
+    assert 1e-4 < error < 0.1, "bfloat16 keeps eight bits of a number"
+    assert runs[1].history["test_loss"][0] == runs[0].history["test_loss"][0], "evaluation stays exact"
+    again = ga.run(task, ga.FedGA(beta=0.1), rounds=2, local=rough, workers=2)
+    assert torch.equal(vector(again), vector(runs[1]))
+
+
+def test_bfloat16_is_for_every_kind_of_model():
+    for task in (wide_task(), small(30, [7, 4])):
+        local = ga.LocalTraining(lr=0.1, steps=2, precision="bf16")
+        trained = ga.run(task, ga.Scaffold(), rounds=1, local=local, workers=0)
+        assert torch.isfinite(vector(trained)).all()
+    with pytest.raises(ga.GradalignError, match='precision must be "bf16"'):
+        ga.LocalTraining(precision="fp16")
+
+
+def test_a_recipe_asks_for_bfloat16_with_one_word():
+    asked = load_recipe("digits", ["precision=bf16"]).spec()
+    assert build_federation(asked).local.precision == "bf16"
+    with pytest.raises(ga.GradalignError, match="precision: must be 'bf16'"):
+        load_recipe("digits", ["precision=fp16"]).spec()

@@ -44,6 +44,9 @@ class LocalTraining:
         gradient_examples: How many of the client's examples the gradient phase uses; None takes all. They are the
             first ones that the local steps of the same round will see, so K = 1 with as many as ``batch_size``
             is GradAlign on mini-batches.
+        precision: "bf16" computes gradients' matrix products and convolutions in bfloat16 (torch's autocast): faster
+            where the processor has such instructions, with gradients off by some percent. Parameters, sums and
+            evaluation keep the model's precision. None (the default) keeps it everywhere.
     """
 
     lr: float | Schedule = 0.1
@@ -54,6 +57,7 @@ class LocalTraining:
     momentum: float = 0.0
     clip_norm: float | None = None
     gradient_examples: int | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", setting_of("local.lr", self.lr))
@@ -66,6 +70,8 @@ class LocalTraining:
             require("local.clip_norm", self.clip_norm, above=0.0)
         if self.steps is not None and self.epochs is not None:
             raise GradalignError("local.steps and local.epochs were both given; choose one")
+        if self.precision not in (None, "bf16"):
+            raise GradalignError(f'precision must be "bf16" or left out, got {self.precision!r}')
         for name in ("steps", "epochs", "batch_size", "gradient_examples"):
             value = getattr(self, name)
             if value is None:
@@ -158,7 +164,7 @@ class LocalTrainer:
         self.channels_last = False
         if fast and self.device.type == "cpu":
             model = self._faster(model)
-            if task.predict is predict:
+            if task.predict is predict and local.precision is None:
                 keep_products(model)
         self.flat = FlatModel(model, channels_last=self.channels_last)
         self.products = Products(model)
@@ -212,7 +218,11 @@ class LocalTrainer:
 
     def loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""
-        outputs, targets = self.task.predict(self.flat.module, self._place(batch))
+        halved = self.local.precision == "bf16" and torch.is_grad_enabled()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=halved):
+            outputs, targets = self.task.predict(self.flat.module, self._place(batch))
+        if halved and isinstance(outputs, Tensor):
+            outputs = outputs.to(self.dtype)
         loss = self.task.loss(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -70,7 +70,7 @@ class GroupTrainer:
         self.task, self.seed = task, seed
         self.one = LocalTrainer(task, local, seed, device, fast=fast)
         # With few clients a round the per-client loop is quick enough, and gives the bits of every other engine.
-        together = fast and crowd >= COHORT and self.one.device.type == "cpu"
+        together = fast and crowd >= COHORT and self.one.device.type == "cpu" and local.precision is None
         layers = layers_of(task, self.one.flat.module) if together else None
         self.cohort = None if layers is None else CohortTrainer(task, local, seed, layers)
         self.width = 1 if self.cohort is None else COHORT

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +206,7 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
 def build_federation(spec: Spec, task: Task | None = None) -> Federation:
     """Return the federation that a spec describes."""
     algorithm = build_algorithm(spec.algorithm, spec.server)
-    local = build_local(spec.local, algorithm)
+    local = replace(build_local(spec.local, algorithm), precision=spec.precision)
     task = task or build_task(spec.task.name, seed=spec.seed, options=spec.task.options())
     return make_federation(
         task,

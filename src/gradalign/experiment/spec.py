@@ -159,6 +159,8 @@ class Spec(Section):
     rounds: Count = 50
     fast: bool = True
     """Use ways of computing that are faster and the same up to rounding; see ``fast.py`` and ``cohort.py``."""
+    precision: Literal["bf16"] | None = None
+    """Compute gradients in bfloat16: faster on some processors, never the same; see ``LocalTraining``."""
     task: TaskSpec = TaskSpec()
     algorithm: AlgorithmSpec = AlgorithmSpec()
     server: ServerSpec = ServerSpec()
