@@ -9,7 +9,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
 
 from gradalign.experiment.data_tables import Holdings
-from gradalign.experiment.store import write_atomically
+from gradalign.experiment.files import write_atomically
 from gradalign.tasks.data import PartitionedClients
 from gradalign.tasks.task import Task
 

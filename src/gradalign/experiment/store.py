@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,32 +22,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gradalign.errors import GradalignError
+from gradalign.experiment.files import CHECKPOINT as CHECKPOINT
+from gradalign.experiment.files import FAILURE, HOLDINGS
+from gradalign.experiment.files import METRICS as METRICS
+from gradalign.experiment.files import SPEC as SPEC
+from gradalign.experiment.files import SUMMARY as SUMMARY
+from gradalign.experiment.files import write_atomically as write_atomically
 from gradalign.experiment.rounds import ServerState, Totals
 from gradalign.flat import Point
 
-SPEC, METRICS, CHECKPOINT = "spec.toml", "metrics.jsonl", "checkpoint.safetensors"
-SUMMARY, MODEL, LOCK = "summary.json", "model.safetensors", ".lock"
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        write(temporary)
-        temporary.chmod(mode)  # some writers make private files; a run folder is as open as the user's umask says
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+MODEL, LOCK = "model.safetensors", ".lock"
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -151,7 +135,7 @@ class RunFolder:
         for left_over in self.path.glob(".*.tmp"):
             left_over.unlink(missing_ok=True)  # of a process that was killed: the lock says that nobody else is here
         if not ((self.path / SPEC).exists() and self._begun()):
-            refuse_strangers(self.path, {SPEC, METRICS})
+            refuse_strangers(self.path, {SPEC, METRICS, HOLDINGS, FAILURE})
             write_toml(self.path / SPEC, self.spec)
             return
         if not resume:
