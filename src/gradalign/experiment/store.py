@@ -165,8 +165,18 @@ class RunFolder:
         rows = read_metrics(self.path) if (self.path / METRICS).exists() else []
         last = found[0].round if found else -1
         lines = "".join(_line(row) for row in rows if row["round"] <= last)
+        (self.path / FAILURE).unlink(missing_ok=True)  # it is tried again
         write_atomically(self.path / METRICS, lambda file: _put(file, lines))
         return found
+
+    def note_holdings(self, held: Mapping[str, Any] | None) -> None:
+        """Keep who holds what, for pictures; once, since resuming does not change it."""
+        if held is not None and not (self.path / HOLDINGS).exists():
+            write_json(self.path / HOLDINGS, held)
+
+    def note_failure(self, reason: str) -> None:
+        """Keep why the run cannot go on from its checkpoint."""
+        write_json(self.path / FAILURE, {"failure": reason})
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to the metrics, visible to other processes at once."""

@@ -1,7 +1,7 @@
 """The report page: what is in run folders, on one page that needs no network.
 
-``gather.py`` reads folders, ``experiments.py`` sorts runs, ``order.py`` and ``table.py`` compare, ``series.py`` makes the
-curves' numbers, ``page.py`` the page and ``figures.py`` the pictures for a paper.
+``gather.py`` reads folders, ``experiments.py`` sorts runs, ``order.py`` and ``table.py`` compare, ``series.py`` makes
+the curves' numbers, ``page.py`` and ``sections.py`` the page, ``figures.py`` the pictures for a paper.
 """
 
 from __future__ import annotations

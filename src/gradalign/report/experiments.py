@@ -100,7 +100,7 @@ def _without_repeats(runs: list[Run]) -> tuple[list[Run], list[Skipped]]:
 
 def _experiment(runs: Sequence[Run]) -> Experiment:
     grouped: dict[str, list[Run]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.place):
         grouped.setdefault(_canonical([_name_of(run), settings_of(run)]), []).append(run)
     members = [sorted(group, key=lambda run: run.seed) for group in grouped.values()]
     labels = _labels(members)

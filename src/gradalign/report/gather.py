@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +44,7 @@ class Run:
     Attributes:
         folder: Where it lies.
         entry: Its name in a comparison, or None.
+        place: The entry's place in the comparison's own order.
         comparison: The comparison's folder, or None.
         spec: Its settings.
         rows: The finite numbers of every row of its metrics; each has "round".
@@ -61,6 +63,7 @@ class Run:
     state: State
     failure: str | None = None
     held: Held | None = None
+    place: int = 0
 
     @property
     def seed(self) -> int:
@@ -105,7 +108,7 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
     spec = _read_table(folder / SPEC, toml=True)
     _check_spec(spec)
     failure = _text_of(_read_optional(folder / FAILURE).get("failure"))
-    entry, comparison = _place_in_comparison(folder, comparisons)
+    entry, place, comparison = _place_in_comparison(folder, comparisons)
     if failure is None and comparison is not None:
         failure = _failure_in(comparisons[comparison], folder)
     complete = (folder / SUMMARY).exists()
@@ -126,6 +129,7 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
         state=state,
         failure=failure if state == "diverged" else None,
         held=_read_holdings(folder / HOLDINGS),
+        place=place,
     )
 
 
@@ -219,11 +223,11 @@ def _finite(given: Any) -> Row:
     return row
 
 
-def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> tuple[str | None, Path | None]:
-    """Return a run's name in the comparison it belongs to: runs lie in ENTRY/seedN below the comparison's folder."""
-    place = folder.absolute()
+def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> tuple[str | None, int, Path | None]:
+    """Return a run's name and place in the comparison it belongs to: runs lie in ENTRY/seedN below its folder."""
+    place = Path(os.path.abspath(folder))
     if len(place.parts) < 3:
-        return None, None
+        return None, 0, None
     above = place.parent.parent
     if above not in comparisons:
         comparisons[above] = _read_optional(above / COMPARISON)
@@ -231,16 +235,16 @@ def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) 
             comparisons[above]["summary"] = _read_optional(above / SUMMARY)
     names = comparisons[above].get("algorithms")
     if not isinstance(names, list):
-        return None, None
-    for name in names:
+        return None, 0, None
+    for number, name in enumerate(names):
         if isinstance(name, str) and entry_folder(name) == place.parent.name:
-            return shown_text(name), above
-    return None, None
+            return shown_text(name), number, above
+    return None, 0, None
 
 
 def _failure_in(comparison: Mapping[str, Any], folder: Path) -> str | None:
     """Return what a comparison's summary says of a run that diverged."""
-    place = folder.absolute()
+    place = Path(os.path.abspath(folder))
     wanted = f"{place.parent.name}/{place.name}"
     table = comparison["summary"].get("algorithms")
     for entry in table if isinstance(table, list) else []:

@@ -10,19 +10,20 @@ from typing import Literal
 
 RULE = (
     "Two algorithms are told apart when the 95 % confidence interval of the difference of their means over the seeds "
-    "(Welch's t) leaves out zero; the order of a pair then agrees or disagrees with the paper's, else it is "
-    "undecided, within the spread of the seeds; with one seed nothing can be told."
+    "(Welch's t) leaves out zero; else the pair is undecided, within the spread of the seeds; with one seed nothing "
+    "can be told."
 )
+PAPER_RULE = "The order of a pair that is told apart agrees or disagrees with the order of the paper's means."
 
 Verdict = Literal["agrees", "disagrees", "undecided", "cannot tell", "equal in the paper"]
 
-# The 97.5 % quantile of Student's t for 1 to 30 degrees of freedom. Fractions are rounded down and 30 stands for more:
-# both make the interval a little wider than it need be.
+# The 97.5 % quantile of Student's t for 1 to 30 degrees of freedom; beyond, it goes to the normal distribution's.
 _STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
+_NORMAL = 1.960
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,18 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
     if squared == 0.0:
         return Difference(value=value, margin=0.0)
     freedom = squared**2 / sum(part**2 / count for part, count in parts)
-    quantile = _STUDENT[min(max(int(freedom + 1e-9), 1), len(_STUDENT)) - 1]
-    return Difference(value=value, margin=quantile * math.sqrt(squared))
+    return Difference(value=value, margin=student_quantile(freedom) * math.sqrt(squared))
+
+
+def student_quantile(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's t; between whole degrees it is all but linear in their reciprocal."""
+    most = len(_STUDENT)
+    freedom = max(freedom, 1.0)
+    below = min(int(freedom), most)
+    low, high = _STUDENT[below - 1], _STUDENT[below] if below < most else _NORMAL
+    reciprocal = 1 / (below + 1) if below < most else 0.0
+    share = (1 / below - 1 / freedom) / (1 / below - reciprocal)
+    return low + share * (high - low)
 
 
 def verdict(ours: Difference | None, paper: float) -> Verdict:
@@ -89,7 +100,7 @@ def overall(verdicts: Sequence[Verdict]) -> str:
         f"cannot be told in {counts['cannot tell']}",
     ]
     said = [word for word in words if not word.endswith(" 0")]
-    start = (
-        "The order does not agree with the paper's" if counts["disagrees"] else "Nothing contradicts the paper's order"
-    )
+    start = "Nothing contradicts the paper's order"
+    if counts["disagrees"]:
+        start = "The order does not agree with the paper's"
     return f"{start}: of {total} pairs it {', '.join(said)}."

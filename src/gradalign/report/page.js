@@ -69,6 +69,7 @@
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--ink"), size: 13, family: "system-ui, sans-serif" },
       margin: { l: 60, r: 16, t: 16, b: 50 }, hovermode: "closest", showlegend: false, autosize: true,
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--accent") },
       hoverlabel: { bgcolor: css("--panel"), bordercolor: css("--line"), font: { color: css("--ink") }, namelength: 60 },
     };
   }
@@ -76,6 +77,7 @@
   function layout(state, quantity, curves) {
     const values = yValues(curves);
     const logarithmic = quantity.logarithmic && state.log && values.length > 0 && values.every((value) => value > 0);
+    const decades = logarithmic ? Math.log10(Math.max(...values, ...curves.flatMap((curve) => curve.high)) / Math.min(...values)) : 0;
     const xFormat = { bytes: { tickformat: "~s", ticksuffix: "B" }, seconds: { ticksuffix: " s" } }[state.axis] || { tickformat: ",~r" };
     return {
       ...baseLayout(),
@@ -83,7 +85,7 @@
       xaxis: axisStyle({ title: { text: data.axes[state.axis] }, rangemode: "tozero", ...xFormat }),
       yaxis: axisStyle({
         title: { text: quantity.label }, type: logarithmic ? "log" : "linear", tickformat: quantity.percent ? ".1~%" : "~g",
-        ...(logarithmic ? { dtick: undefined, minor: { showgrid: false } } : {}), ...(quantity.stepped ? { rangemode: "tozero" } : {}),
+        ...(logarithmic && decades < 3 ? { dtick: "D2" } : {}), ...(quantity.stepped ? { rangemode: "tozero" } : {}),
       }),
     };
   }

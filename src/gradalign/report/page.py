@@ -1,7 +1,7 @@
-"""The page: one HTML file with everything in it, that asks the network for nothing.
+r"""The page: one HTML file with everything in it, that asks the network for nothing.
 
 Names come from folders that anybody may have written. Three walls: ``html.escape`` in text and attributes, ``<`` and
-its kin as ``\\u003c`` in the embedded data, and a policy that lets the browser run only the two scripts whose hashes it
+its kin as ``\u003c`` in the embedded data, and a policy that lets the browser run only the two scripts whose hashes it
 names and load nothing.
 """
 
@@ -19,17 +19,17 @@ from typing import Any
 from gradalign._version import __version__
 from gradalign.report.experiments import Experiment
 from gradalign.report.folders import Skipped, shown_text
-from gradalign.report.sections import COLOURS, divisions, experiment_section, text
-from gradalign.report.series import AXES, CHOICES, QUANTITIES, curves_of, measured
-from gradalign.report.table import ranked
-
-MOST_SHOWN = 8  # lines in one figure that can still be followed; more groups start hidden
+from gradalign.report.markup import COLOURS, text
+from gradalign.report.plots import divisions
+from gradalign.report.sections import experiment_section
+from gradalign.report.series import AXES, CHOICES, QUANTITIES, best_groups, curves_of, measured, shown_groups
 
 _DARK = """
   color-scheme: dark;
   --ground: #14171b; --panel: #1f242a; --ink: #e8eaed; --soft: #a3acb5; --line: #3a424b; --grid: #2a3037;
   --accent: #79b8ff; --on-accent: #10151b; --good: #7ee787; --bad: #ff9492;
-  --c0: #58a6e0; --c1: #ff8a4c; --c2: #2fc79a; --c3: #e39ac6; --c4: #f0b53a; --c5: #a5d8ff; --c6: #f0f0f0; --c7: #9aa0a6;
+  --c0: #58a6e0; --c1: #ff8a4c; --c2: #2fc79a; --c3: #e39ac6;
+  --c4: #f0b53a; --c5: #a5d8ff; --c6: #f0f0f0; --c7: #9aa0a6;
 """
 
 
@@ -37,13 +37,15 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
     """Return the whole page."""
     from plotly.offline import get_plotlyjs
 
-    heading = shown_text(title) if title else ", ".join(dict.fromkeys(experiment.name for experiment in experiments))
+    heading = shown_text(title) if title else _heading(experiments)
     library, script = _inert(get_plotlyjs()), _own("page.js")
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src 'unsafe-inline'; "
         "img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
     )
-    sections = "\n".join(experiment_section(number, one) for number, one in enumerate(experiments))
+    sections = "\n".join(
+        experiment_section(number, one, alone=len(experiments) == 1) for number, one in enumerate(experiments)
+    )
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -77,6 +79,11 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
     return page.encode("utf-8", errors="replace")
 
 
+def _heading(experiments: Sequence[Experiment]) -> str:
+    names = list(dict.fromkeys(experiment.name for experiment in experiments))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def page_data(experiments: Sequence[Experiment]) -> dict[str, Any]:
     """Return the numbers that the page's script draws."""
     return {
@@ -88,8 +95,6 @@ def page_data(experiments: Sequence[Experiment]) -> dict[str, Any]:
 
 def _experiment_data(experiment: Experiment) -> dict[str, Any]:
     curves = {quantity.key: curves_of(experiment, quantity) for quantity in QUANTITIES}
-    numbers = {id(group): number for number, group in enumerate(experiment.groups)}
-    best = [numbers[id(group)] for group in ranked(experiment)[:MOST_SHOWN]]
     chosen = [quantity.key for quantity in CHOICES if measured(curves[quantity.key])]
     return {
         "groups": [
@@ -102,8 +107,8 @@ def _experiment_data(experiment: Experiment) -> dict[str, Any]:
             for number, group in enumerate(experiment.groups)
         ],
         "choices": chosen or [CHOICES[0].key],
-        "best": best,
-        "shown": list(numbers.values()) if len(numbers) <= MOST_SHOWN + 4 else sorted(best),
+        "best": best_groups(experiment),
+        "shown": shown_groups(experiment),
         "curves": {key: [asdict(curve) for curve in group_curves] for key, group_curves in curves.items()},
         "held": [asdict(held) for _, held in divisions(experiment)],
     }

@@ -9,8 +9,10 @@ from typing import Any
 from gradalign.experiment.curves import LABELS, over_seeds
 from gradalign.report.experiments import Experiment, Group
 from gradalign.report.gather import Run
+from gradalign.report.table import ranked
 
 MOST_POINTS, MOST_SEED_POINTS = 400, 200
+MOST_UNSORTED, MOST_SHOWN = 12, 8  # lines in one figure that can still be followed; with more, the best are shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,18 @@ def curves_of(experiment: Experiment, quantity: Quantity) -> list[Curve]:
     return [curve_of(group, quantity) for group in experiment.groups]
 
 
+def best_groups(experiment: Experiment) -> list[int]:
+    """Return the places of the groups that ended highest, as many as one figure can show."""
+    places = {id(group): place for place, group in enumerate(experiment.groups)}
+    return [places[id(group)] for group in ranked(experiment)[:MOST_SHOWN]]
+
+
+def shown_groups(experiment: Experiment) -> list[int]:
+    """Return the places of the groups that are drawn at first: all, or of many the best."""
+    count = len(experiment.groups)
+    return list(range(count)) if count <= MOST_UNSORTED else sorted(best_groups(experiment))
+
+
 def measured(curves: Sequence[Curve]) -> bool:
     """Return whether there is anything to draw."""
     return any(curve.mean or curve.lines for curve in curves)
@@ -105,7 +119,7 @@ def _kept(values: Sequence[float], quantity: Quantity, most: int) -> list[int]:
 
 
 def thinned(values: Sequence[float], most: int, *, flat: bool = False) -> list[int]:
-    """Return which points to draw: all when there are few, else the lowest and highest of equal stretches, and the ends.
+    """Return which points to draw: all when there are few, else the lowest and highest of equal stretches and the ends.
 
     So no peak and no dip is lost. With ``flat``, points between two equal ones go first: a step needs only its corners.
     """

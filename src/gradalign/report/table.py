@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -78,8 +79,10 @@ def _mean_and_std(values: Sequence[float], form: str) -> str:
     if spread is None:
         return "–"
     mean, std = spread
-    if std is None or (std == 0 and "f" in form and mean == int(mean)):  # a count that no seed changes
+    if std is None or (std == 0 and form.endswith(".0f")):  # a count that no seed changes
         return format(mean, form)
+    if form.endswith("g") and std > 0:  # two digits of the deviation, and as many decimals of the mean
+        form = f".{min(max(1 - math.floor(math.log10(std)), 0), 12)}f"
     return f"{format(mean, form)} ± {format(std, form)}"
 
 
