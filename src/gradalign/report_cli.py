@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 Folders = Annotated[list[Path], typer.Argument(help="Run folders, comparisons, sweeps, or folders above them.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The page to write; an old one is replaced.")]
@@ -39,7 +41,13 @@ def report(
         gathered = gather(folders, unfinished=unfinished)
         for one in gathered.skipped:
             _say(str(one))
-        page = report_gathered(gathered, output, title=title, figures=figures)
+        console = Console(stderr=True)
+        with console.status("writing the report") as status:  # silent where standard error is no terminal
+
+            def tell(file: Path) -> None:
+                status.update(escape(f"writing {file.name}"))
+
+            page = report_gathered(gathered, output, title=title, figures=figures, on_figure=tell)
         if as_json:
             skipped = [{"folder": one.folder, "reason": one.reason} for one in gathered.skipped]
             found = {"report": str(page), "runs": len(gathered.runs), "skipped": skipped}

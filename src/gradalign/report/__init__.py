@@ -6,7 +6,7 @@ the curves' numbers, ``page.py`` and ``sections.py`` the page, ``figures.py`` th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,8 +42,15 @@ def write_report(
     return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
 
 
-def report_gathered(gathered: Gathered, output: Path, *, title: str | None = None, figures: Path | None = None) -> Path:
-    """Write the page, and the figures where asked for, about runs read already."""
+def report_gathered(
+    gathered: Gathered,
+    output: Path,
+    *,
+    title: str | None = None,
+    figures: Path | None = None,
+    on_figure: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure."""
     from gradalign.errors import GradalignError
     from gradalign.experiment.files import write_atomically
     from gradalign.report.experiments import arrange
@@ -60,7 +67,7 @@ def report_gathered(gathered: Gathered, output: Path, *, title: str | None = Non
     if figures is not None:
         from gradalign.report.figures import write_figures
 
-        write_figures(experiments, figures)
+        write_figures(experiments, figures, on_figure)
     return output
 
 

@@ -14,7 +14,10 @@ def settings_part(experiment: Experiment) -> str:
     groups = [settings_of(group.runs[0]) for group in experiment.groups]
     keys = list(dict.fromkeys(key for settings in groups for key in settings))
     shared = [key for key in keys if all(key in s and s[key] == groups[0][key] for s in groups)]
-    own = [key for key in keys if key not in shared]
+    named = all(
+        settings.get("algorithm.name") == group.label for group, settings in zip(experiment.groups, groups, strict=True)
+    )
+    own = [key for key in keys if key not in shared and not (named and key == "algorithm.name")]
     rows = "".join(
         f'<tr><th scope="row">{text(key)}</th><td class="text">{text(shown_value(groups[0][key]))}</td></tr>'
         for key in shared

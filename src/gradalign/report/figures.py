@@ -37,6 +37,8 @@ def write_figures(
     with matplotlib.rc_context({"text.parse_math": False, "pdf.fonttype": 42, "font.size": 9}):
         for prefix, experiment in zip(_prefixes(experiments), experiments, strict=True):
             for name, figure in _figures(experiment):
+                figure.draw_without_rendering()
+                figure.set_layout_engine("none")  # laid out once, not again for every format
                 for suffix in ("pdf", "png"):
                     path = folder / f"{prefix}{name}.{suffix}"
                     _save(figure, path, suffix)

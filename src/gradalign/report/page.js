@@ -90,7 +90,10 @@
     };
   }
 
-  const CONFIG = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+  // The buttons are named one by one: plotly's own set has one that sends the chart to a server.
+  const CONFIG = {
+    responsive: true, displaylogo: false, plotlyServerURL: "", modeBarButtons: [["toImage", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+  };
 
   function shownKey(state, figure) {
     return figure === "choice" ? state.quantity : FIGURES[figure];
@@ -125,7 +128,7 @@
     const dark = currentTheme() === "dark";
     Plotly.react(place.querySelector(".plot"), [{
       type: "heatmap", z, y: held.names.map(plain), colorscale: "Viridis", reversescale: !dark, xgap: held.counts.length <= 60 ? 1 : 0, ygap: 1,
-      colorbar: { title: { text: "examples" }, thickness: 14, outlinewidth: 0 }, hovertemplate: "client %{x}, class %{y}: %{z} examples<extra></extra>", hoverongaps: false,
+      colorbar: { title: { text: "examples", side: "right" }, thickness: 14, outlinewidth: 0, nticks: 6, tickformat: "~s" }, hovertemplate: "client %{x}, class %{y}: %{z} examples<extra></extra>", hoverongaps: false,
     }], {
       ...baseLayout(),
       xaxis: axisStyle({ title: { text: "client" }, showgrid: false, zeroline: false }),

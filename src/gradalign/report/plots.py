@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gradalign.report.experiments import Experiment
 from gradalign.report.gather import Held
@@ -91,6 +91,11 @@ def divisions(experiment: Experiment) -> list[tuple[str, Held]]:
     return [(f"seed {', '.join(map(str, sorted(set(seeds))))}", held) for seeds, held in found]
 
 
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def holdings_part(number: int, experiment: Experiment) -> str:
     """Return the place of the picture of who holds what, and its numbers; nothing where no folder has them."""
     found = divisions(experiment)
@@ -101,8 +106,8 @@ def holdings_part(number: int, experiment: Experiment) -> str:
     classes = [sum(count > 0 for count in row) for row in held.counts]
     shown = f" The first {len(held.counts):,} of {held.clients:,} are shown." if len(held.counts) < held.clients else ""
     words = (
-        f"{held.clients:,} clients hold {min(sizes):,} to {max(sizes):,} examples and {min(classes)} to {max(classes)} "
-        f"of {len(held.names)} classes each ({found[0][0]}).{shown}"
+        f"{held.clients:,} clients hold {_range(sizes)} examples and {_range(classes)} of {len(held.names)} classes each "
+        f"({found[0][0]}).{shown}"
     )
     radios = _radios(f"held-{number}", "Division of", "held", {str(i): name for i, (name, _) in enumerate(found)})
     body = "".join(
