@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 from gradalign.report.experiments import Experiment, settings_of, shown_value
-from gradalign.report.markup import heads, text, text_lines, wide_table
+from gradalign.report.markup import folded, heads, text, text_lines, wide_table
 from gradalign.report.repeat import how_to_repeat
 
 
@@ -14,9 +14,8 @@ def settings_part(experiment: Experiment) -> str:
     groups = [settings_of(group.runs[0]) for group in experiment.groups]
     keys = list(dict.fromkeys(key for settings in groups for key in settings))
     shared = [key for key in keys if all(key in s and s[key] == groups[0][key] for s in groups)]
-    named = all(
-        settings.get("algorithm.name") == group.label for group, settings in zip(experiment.groups, groups, strict=True)
-    )
+    pairs = list(zip(experiment.groups, groups, strict=True))
+    named = all(settings.get("algorithm.name") == group.label for group, settings in pairs)
     own = [key for key in keys if key not in shared and not (named and key == "algorithm.name")]
     rows = "".join(
         f'<tr><th scope="row">{text(key)}</th><td class="text">{text(shown_value(groups[0][key]))}</td></tr>'
@@ -26,11 +25,12 @@ def settings_part(experiment: Experiment) -> str:
         f'<tr><th scope="row">{text(group.label)}</th>'
         + "".join(f"<td>{text(shown_value(settings[key]) if key in settings else '–')}</td>" for key in own)
         + "</tr>"
-        for group, settings in zip(experiment.groups, groups, strict=True)
+        for group, settings in pairs
     )
     caption = "<caption>Settings in which they differ</caption>"
     content = f"{caption}{heads('algorithm', *own)}<tbody>{lines}</tbody>"
-    differing = wide_table("Differing settings", content) if own and len(groups) > 1 else ""
+    differing = folded("Settings in which they differ", wide_table("Differing settings", content), len(groups))
+    differing = differing if own and len(groups) > 1 else ""
     return (
         f"<h3>Settings</h3>{differing}<details><summary>Settings that all share</summary><div><table>"
         f"<tbody>{rows}</tbody></table></div></details>"

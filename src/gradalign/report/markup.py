@@ -8,6 +8,7 @@ from typing import Any
 
 from gradalign.report.folders import shown_text
 
+_MOST_LINES = 15
 COLOURS = 8
 """How many colours the page has; further groups have them again with other line styles."""
 
@@ -40,6 +41,11 @@ def heads(*names: str, left: int = 1) -> str:
     """Return a table's head; the first ``left`` columns are text."""
     cells = (f'<th scope="col"{" class=text" * (place < left)}>{text(name)}</th>' for place, name in enumerate(names))
     return f"<thead><tr>{''.join(cells)}</tr></thead>"
+
+
+def folded(label: str, content: str, lines: int) -> str:
+    """Return content as it is, or behind a word to click on when it is long."""
+    return content if lines <= _MOST_LINES else f"<details><summary>{text(label)}</summary>{content}</details>"
 
 
 def table_of(value: Any) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@
     root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 
   function yValues(curves) {
-    return curves.flatMap((curve) => [...curve.low, ...curve.lines.flatMap((line) => line.y)]);
+    return curves.flatMap((curve) => [...curve.low, ...curve.high, ...curve.lines.flatMap((line) => line.y)]);
   }
 
   function traces(state, quantity, curves) {
@@ -77,7 +77,7 @@
   function layout(state, quantity, curves) {
     const values = yValues(curves);
     const logarithmic = quantity.logarithmic && state.log && values.length > 0 && values.every((value) => value > 0);
-    const decades = logarithmic ? Math.log10(Math.max(...values, ...curves.flatMap((curve) => curve.high)) / Math.min(...values)) : 0;
+    const decades = logarithmic ? Math.log10(values.reduce((a, b) => Math.max(a, b)) / values.reduce((a, b) => Math.min(a, b))) : 0;
     const xFormat = { bytes: { tickformat: "~s", ticksuffix: "B" }, seconds: { ticksuffix: " s" } }[state.axis] || { tickformat: ",~r" };
     return {
       ...baseLayout(),
@@ -85,7 +85,7 @@
       xaxis: axisStyle({ title: { text: data.axes[state.axis] }, rangemode: "tozero", ...xFormat }),
       yaxis: axisStyle({
         title: { text: quantity.label }, type: logarithmic ? "log" : "linear", tickformat: quantity.percent ? ".1~%" : "~g",
-        ...(logarithmic && decades < 3 ? { dtick: "D2" } : {}), ...(quantity.stepped ? { rangemode: "tozero" } : {}),
+        ...(logarithmic && decades < 3 ? { dtick: decades < 0.7 ? "D1" : "D2" } : {}), ...(quantity.stepped ? { rangemode: "tozero" } : {}),
       }),
     };
   }

@@ -22,7 +22,7 @@ from gradalign.report.folders import Skipped, shown_text
 from gradalign.report.markup import COLOURS, text
 from gradalign.report.plots import divisions
 from gradalign.report.sections import experiment_section
-from gradalign.report.series import AXES, CHOICES, QUANTITIES, best_groups, curves_of, measured, shown_groups
+from gradalign.report.series import AXES, CHOICES, QUANTITIES, Series, best_groups, measured, shown_groups
 
 _DARK = """
   color-scheme: dark;
@@ -43,8 +43,10 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
         f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src 'unsafe-inline'; "
         "img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
     )
+    series = [series_of(experiment) for experiment in experiments]
     sections = "\n".join(
-        experiment_section(number, one, alone=len(experiments) == 1) for number, one in enumerate(experiments)
+        experiment_section(number, one, curves, alone=len(experiments) == 1)
+        for number, (one, curves) in enumerate(zip(experiments, series, strict=True))
     )
     page = f"""<!DOCTYPE html>
 <html lang="en">
@@ -70,7 +72,7 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
 {_skipped(skipped)}
 </main>
 <footer>Made by gradalign {text(__version__)} on {datetime.now():%Y-%m-%d %H:%M}. This page loads nothing.</footer>
-<script type="application/json" id="data">{embedded(page_data(experiments))}</script>
+<script type="application/json" id="data">{embedded(page_data(experiments, series))}</script>
 <script>{library}</script>
 <script>{script}</script>
 </body>
@@ -84,17 +86,16 @@ def _heading(experiments: Sequence[Experiment]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def page_data(experiments: Sequence[Experiment]) -> dict[str, Any]:
+def page_data(experiments: Sequence[Experiment], series: Sequence[Series]) -> dict[str, Any]:
     """Return the numbers that the page's script draws."""
     return {
         "axes": AXES,
         "quantities": {quantity.key: asdict(quantity) for quantity in QUANTITIES},
-        "experiments": [_experiment_data(experiment) for experiment in experiments],
+        "experiments": [_experiment_data(one, curves) for one, curves in zip(experiments, series, strict=True)],
     }
 
 
-def _experiment_data(experiment: Experiment) -> dict[str, Any]:
-    curves = {quantity.key: curves_of(experiment, quantity) for quantity in QUANTITIES}
+def _experiment_data(experiment: Experiment, curves: Series) -> dict[str, Any]:
     chosen = [quantity.key for quantity in CHOICES if measured(curves[quantity.key])]
     return {
         "groups": [

@@ -13,23 +13,23 @@ from gradalign.report.series import (
     CHOICES,
     DRIFT,
     MOST_SHOWN,
-    MOST_UNSORTED,
     VARIANCE,
     Quantity,
-    curves_of,
+    Series,
     measured,
 )
+from gradalign.report.table import MOST_UNSORTED
 
 _MOST_DIVISIONS = 5
 
 
-def curves_part(number: int, experiment: Experiment) -> str:
+def curves_part(number: int, experiment: Experiment, series: Series) -> str:
     """Return the controls, the legend and the figures' places; the page's script fills them."""
-    choices = {q.key: q.label for q in CHOICES if measured(curves_of(experiment, q))}
+    choices = {q.key: q.label for q in CHOICES if measured(series[q.key])}
     if not choices:
         choices = {CHOICES[0].key: CHOICES[0].label}
     axes = {key: label.split(",")[0] for key, label in AXES.items()}
-    small = [_figure(quantity) for quantity in (DRIFT, VARIANCE, BETA) if measured(curves_of(experiment, quantity))]
+    small = [_figure(quantity) for quantity in (DRIFT, VARIANCE, BETA) if measured(series[quantity.key])]
     return (
         '<h3>Curves</h3><p class="soft">Lines are means over the seeds, bands go from the lowest seed to the highest. '
         "Runs that ended early are dotted, with a cross at their end, and not in the mean.</p>"
@@ -106,8 +106,8 @@ def holdings_part(number: int, experiment: Experiment) -> str:
     classes = [sum(count > 0 for count in row) for row in held.counts]
     shown = f" The first {len(held.counts):,} of {held.clients:,} are shown." if len(held.counts) < held.clients else ""
     words = (
-        f"{held.clients:,} clients hold {_range(sizes)} examples and {_range(classes)} of {len(held.names)} classes each "
-        f"({found[0][0]}).{shown}"
+        f"{held.clients:,} clients hold {_range(sizes)} examples and {_range(classes)} of {len(held.names)} classes "
+        f"each ({found[0][0]}).{shown}"
     )
     radios = _radios(f"held-{number}", "Division of", "held", {str(i): name for i, (name, _) in enumerate(found)})
     body = "".join(

@@ -8,13 +8,14 @@ from typing import Any
 from gradalign.report.appendix import repeat_part, settings_part
 from gradalign.report.experiments import Experiment, shown_value
 from gradalign.report.folders import shown_text
-from gradalign.report.markup import heads, swatch, table_of, text, wide_table
+from gradalign.report.markup import folded, heads, swatch, table_of, text, wide_table
 from gradalign.report.order import PAPER_RULE, RULE, overall
 from gradalign.report.plots import curves_part, holdings_part
+from gradalign.report.series import Series
 from gradalign.report.table import Pair, comparison_table, pairs_of, paper_pairs
 
 
-def experiment_section(number: int, experiment: Experiment, *, alone: bool) -> str:
+def experiment_section(number: int, experiment: Experiment, series: Series, *, alone: bool) -> str:
     """Return one experiment's part of the page."""
     name = "What was run" if alone else experiment.name  # alone, its name is the page's title
     return "\n".join(
@@ -25,7 +26,7 @@ def experiment_section(number: int, experiment: Experiment, *, alone: bool) -> s
             _comparison(experiment),
             _failures(experiment),
             _order(experiment),
-            curves_part(number, experiment),
+            curves_part(number, experiment, series),
             holdings_part(number, experiment),
             settings_part(experiment),
             repeat_part(experiment),
@@ -74,10 +75,10 @@ def _distinct(values: Iterable[Any]) -> list[str]:
 def _comparison(experiment: Experiment) -> str:
     columns, rows = comparison_table(experiment)
     body = "".join(
-        f'<tr><th scope="row">{swatch(number)}{text(row.label)}</th><td>{text(row.seeds)}</td>'
+        f'<tr><th scope="row">{swatch(row.number)}{text(row.label)}</th><td>{text(row.seeds)}</td>'
         + "".join(f"<td>{text(cell)}</td>" for cell in row.cells)
         + "</tr>"
-        for number, row in enumerate(rows)
+        for row in rows
     )
     caption = (
         "Mean ± standard deviation over the seeds that finished. A round with a gradient phase counts as two "
@@ -115,7 +116,7 @@ def _order(experiment: Experiment) -> str:
         f'<h3>{text(title)}</h3><p class="verdict">{text(answer)}</p>'
         f'<p class="soft">{text(rule)} Judged by the final test accuracy; differences in points, ± half the interval.'
         "</p>"
-        f"{wide_table('Pairs', content)}"
+        f"{folded('All pairs', wide_table('Pairs', content), len(pairs))}"
     )
 
 

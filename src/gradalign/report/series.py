@@ -9,10 +9,10 @@ from typing import Any
 from gradalign.experiment.curves import LABELS, over_seeds
 from gradalign.report.experiments import Experiment, Group
 from gradalign.report.gather import Run
-from gradalign.report.table import ranked
+from gradalign.report.table import MOST_UNSORTED, ranked
 
 MOST_POINTS, MOST_SEED_POINTS = 400, 200
-MOST_UNSORTED, MOST_SHOWN = 12, 8  # lines in one figure that can still be followed; with more, the best are shown
+MOST_SHOWN = 8  # lines in one figure that can still be followed; with many groups, the best are shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +72,25 @@ def curve_of(group: Group, quantity: Quantity) -> Curve:
     if quantity.stepped and not any(high):
         rounds, xs, mean, low, high = [], {}, [], [], []
     keep = _kept(mean, quantity, MOST_POINTS)
+    # One finished seed is its own mean and needs no second line.
+    alone = [run for run in group.runs if run.state != "complete" or len(complete) > 1]
     return Curve(
         rounds=[rounds[i] for i in keep],
         x={axis: _short([xs[axis][i] for i in keep]) for axis in xs},
         mean=_short([mean[i] for i in keep]),
         low=_short([low[i] for i in keep]),
         high=_short([high[i] for i in keep]),
-        lines=[line for run in group.runs if (line := _line(run, quantity)) is not None],
+        lines=[line for run in alone if (line := _line(run, quantity)) is not None],
     )
+
+
+Series = dict[str, list[Curve]]
+"""Every quantity's curves, one for each group."""
+
+
+def series_of(experiment: Experiment) -> Series:
+    """Return all curves of an experiment."""
+    return {quantity.key: curves_of(experiment, quantity) for quantity in QUANTITIES}
 
 
 def curves_of(experiment: Experiment, quantity: Quantity) -> list[Curve]:

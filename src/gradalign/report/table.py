@@ -11,13 +11,15 @@ from gradalign.report.experiments import Experiment, Group
 from gradalign.report.order import Difference, Verdict, difference, spread_of, verdict
 
 _MOST_PAIRED = 8
+MOST_UNSORTED = 12
 JUDGED_BY = "final_test_accuracy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One group's line, as text."""
+    """One group's line, as text; ``number`` is the group's place in the experiment."""
 
+    number: int
     label: str
     seeds: str
     cells: tuple[str, ...]
@@ -36,7 +38,7 @@ class Pair:
 
 
 def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[TableRow]]:
-    """Return the heads of the columns after algorithm and seeds, and the rows."""
+    """Return the heads of the columns after algorithm and seeds, and the rows; of many groups the best come first."""
     groups = experiment.groups
     scored = any(group.finals(JUDGED_BY) for group in groups)
     with_paper = any(group.paper for group in groups)
@@ -44,10 +46,12 @@ def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[Tabl
     if with_paper:
         heads += ["paper, %", "ours − paper"]
     heads += ["final test loss", "final r(x)", "communication rounds", "seconds"]
-    return tuple(heads), [_row(group, scored=scored, with_paper=with_paper) for group in groups]
+    places = {id(group): place for place, group in enumerate(groups)}
+    ordered = groups if len(groups) <= MOST_UNSORTED else ranked(experiment)
+    return tuple(heads), [_row(group, places[id(group)], scored=scored, with_paper=with_paper) for group in ordered]
 
 
-def _row(group: Group, *, scored: bool, with_paper: bool) -> TableRow:
+def _row(group: Group, number: int, *, scored: bool, with_paper: bool) -> TableRow:
     cells = []
     if scored:
         cells += [_percent(group.finals(JUDGED_BY)), _percent(group.finals("best_test_accuracy"))]
@@ -59,7 +63,7 @@ def _row(group: Group, *, scored: bool, with_paper: bool) -> TableRow:
         _mean_and_std(group.finals("communication_rounds"), ",.0f"),
         _mean_and_std(group.finals("seconds"), ".3g"),
     ]
-    return TableRow(label=group.label, seeds=_seeds(group), cells=tuple(cells))
+    return TableRow(number=number, label=group.label, seeds=_seeds(group), cells=tuple(cells))
 
 
 def _seeds(group: Group) -> str:
