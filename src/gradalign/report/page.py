@@ -22,7 +22,7 @@ from gradalign.report.folders import Skipped, shown_text
 from gradalign.report.markup import COLOURS, text
 from gradalign.report.plots import divisions
 from gradalign.report.sections import experiment_section
-from gradalign.report.series import AXES, CHOICES, QUANTITIES, Series, best_groups, measured, shown_groups
+from gradalign.report.series import AXES, CHOICES, QUANTITIES, Series, best_groups, measured, series_of, shown_groups
 
 _DARK = """
   color-scheme: dark;
