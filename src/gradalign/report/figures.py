@@ -11,7 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from gradalign.experiment.curves import COLOURS, STYLES
 from gradalign.experiment.files import write_atomically
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 _SIZE = (5.5, 3.6)  # inches: a column of a paper, with labels that stay readable
 
 
@@ -68,13 +69,14 @@ def _figures(experiment: Experiment) -> list[tuple[str, Figure]]:
         curves = curves_of(experiment, quantity)
         if measured(curves):
             found += [
-                (f"{quantity.key}-over-{axis}", _curve_figure(experiment, quantity, curves, axis)) for axis in AXES
+                (f"{quantity.key}-over-{axis}", curve_figure(experiment, quantity, curves, axis)) for axis in AXES
             ]
     held = divisions(experiment)
     return [*found, ("who-holds-what", _holdings_figure(held[0][1]))] if held else found
 
 
-def _curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[Curve], axis: str) -> Figure:
+def curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[Curve], axis: str) -> Figure:
+    """Draw one quantity over one axis."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     handles, labels = [], []
@@ -89,6 +91,10 @@ def _curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[C
     values = [value for curve in curves for value in (*curve.low, *(y for line in curve.lines for y in line.y))]
     if quantity.logarithmic and values and min(values) > 0:
         axes.set_yscale("log")
+        steps = (1.0, 2.0, 5.0) if max(values) < 1000 * min(values) else (1.0,)
+        axes.yaxis.set_major_locator(LogLocator(subs=steps))
+        axes.yaxis.set_major_formatter(PLAIN)  # matplotlib's own would be mathematics, which is off
+        axes.yaxis.set_minor_formatter(NullFormatter())
     if quantity.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     if axis == "bytes":
@@ -152,5 +158,5 @@ def _holdings_figure(held: Held) -> Figure:
         axes.set_yticks(range(len(held.names)), held.names, fontsize=7)
     axes.set_xlabel("client")
     axes.set_ylabel("class")
-    figure.colorbar(mesh, ax=axes, label="examples of the class at the client")
+    figure.colorbar(mesh, ax=axes, label="examples of the class at the client", format=PLAIN)
     return figure

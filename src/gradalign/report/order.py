@@ -62,14 +62,14 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
 
 
 def student_quantile(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's t; between whole degrees it is all but linear in their reciprocal."""
+    """Return the 97.5 % quantile of Student's t; between whole degrees its logarithm is all but linear in 1/degrees."""
     most = len(_STUDENT)
     freedom = max(freedom, 1.0)
     below = min(int(freedom), most)
     low, high = _STUDENT[below - 1], _STUDENT[below] if below < most else _NORMAL
     reciprocal = 1 / (below + 1) if below < most else 0.0
     share = (1 / below - 1 / freedom) / (1 / below - reciprocal)
-    return low + share * (high - low)
+    return float(low ** (1 - share) * high**share)
 
 
 def verdict(ours: Difference | None, paper: float) -> Verdict:

@@ -124,11 +124,16 @@
   function drawHoldings(state) {
     const place = state.section.querySelector(".holdings");
     const held = state.experiment.held[state.held];
-    const z = held.names.map((_, label) => held.counts.map((row) => row[label] || null));
+    const counts = held.names.map((_, label) => held.counts.map((row) => row[label] || null));
+    const there = held.counts.flat().filter((count) => count > 0), most = there.reduce((a, b) => Math.max(a, b), 1);
+    // Where holdings differ a lot, colours go by magnitude; the numbers shown are always the counts.
+    const wide = most > 50 * there.reduce((a, b) => Math.min(a, b), most);
+    const z = wide ? counts.map((row) => row.map((count) => count && Math.log10(count))) : counts;
+    const ticks = wide ? { tickvals: [0, 1, 2, 3, 4, 5, 6].filter((power) => 10 ** power <= most), tickprefix: "10<sup>", ticksuffix: "</sup>" } : { nticks: 6, tickformat: "~s" };
     const dark = currentTheme() === "dark";
     Plotly.react(place.querySelector(".plot"), [{
-      type: "heatmap", z, y: held.names.map(plain), colorscale: "Viridis", reversescale: !dark, xgap: held.counts.length <= 60 ? 1 : 0, ygap: 1,
-      colorbar: { title: { text: "examples", side: "right" }, thickness: 14, outlinewidth: 0, nticks: 6, tickformat: "~s" }, hovertemplate: "client %{x}, class %{y}: %{z} examples<extra></extra>", hoverongaps: false,
+      type: "heatmap", z, customdata: counts, zmin: 0, y: held.names.map(plain), colorscale: "Viridis", reversescale: !dark, xgap: held.counts.length <= 60 ? 1 : 0, ygap: 1,
+      colorbar: { title: { text: "examples", side: "right" }, thickness: 14, outlinewidth: 0, ...ticks }, hovertemplate: "client %{x}, class %{y}: %{customdata} examples<extra></extra>", hoverongaps: false,
     }], {
       ...baseLayout(),
       xaxis: axisStyle({ title: { text: "client" }, showgrid: false, zeroline: false }),
