@@ -39,6 +39,7 @@ def test_the_readmes_recipe_is_valid():
         "docs/architecture.md",
         "docs/flower.md",
         "docs/large-batches.md",
+        "docs/report.md",
         "docs/theory.md",
         "docs/tutorial-own-data.md",
         "docs/results.md",
