@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from gradalign.experiment.rounds import Federation
 from gradalign.experiment.runner import CHECKPOINT_SECONDS, Measure, Result, Row, execute
 from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec
-from gradalign.experiment.store import RunFolder
+from gradalign.experiment.store import RunFolder, read_metrics
+from gradalign.experiment.tracking import RunInfo, Tracker, Trackers
 from gradalign.flat import FlatModel
 from gradalign.launch import under_torchrun
 from gradalign.local import LocalTraining
@@ -53,6 +54,7 @@ def run(
     resume: bool = False,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Result:
     """Train a task with an algorithm and return the history and the final model.
 
@@ -76,6 +78,7 @@ def run(
         resume: Continue the run that ``out`` holds, if it holds one.
         checkpoint_seconds: How much work a crash may cost: a checkpoint at most this often, 0 for every round.
         progress: Show a progress bar; None shows one in a terminal.
+        trackers: Who else is told each row, e.g. ``TensorBoard()`` or an object of your own; see ``Tracker``.
     """
     for name, value, least in (("rounds", rounds, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -103,6 +106,7 @@ def run(
         resume=resume,
         checkpoint_seconds=checkpoint_seconds,
         progress=progress,
+        trackers=Trackers(trackers),
     )
     return _run(federation, spec, rounds, measure, where)
 
@@ -118,6 +122,9 @@ class Where:
     resume: bool = False
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     progress: bool | None = None
+    trackers: Trackers = field(default_factory=Trackers)
+    name: str | None = None
+    """What trackers call the run; made from the spec when not given."""
 
 
 def run_spec(
@@ -231,12 +238,18 @@ def conduct(
         folder = None
         if where.out is not None:
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
-        tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
+        began: list[Callable[[Row], None]] = []
+
+        def begin(rows: list[Row]) -> None:
+            where.trackers.start(_run_info(federation, spec, rounds, where, rows))
+            stack.callback(where.trackers.end, None)  # for a run that does not come to its end
+            # Trackers may ask for a password, so the bar comes after them.
+            tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
+            began.extend((where.trackers.log, tick, *([on_row] if on_row else ())))
 
         def note(row: Row) -> None:
-            tick(row)
-            if on_row is not None:
-                on_row(row)
+            for tell in began:
+                tell(row)
 
         result = execute(
             federation,
@@ -246,11 +259,25 @@ def conduct(
             folder=folder,
             checkpoint_seconds=where.checkpoint_seconds,
             on_row=note,
+            on_begin=begin,
             notes=notes,
         )
         if isinstance(engine, DistributedEngine):
             engine.finish([result.history, result.summary], FlatModel(result.model).read())
+        if began:
+            where.trackers.end(result.summary)
+        elif folder is not None:
+            info = _run_info(federation, spec, rounds, where, read_metrics(folder.path))
+            where.trackers.catch_up(info, result.summary)
         return result
+
+
+def _run_info(
+    federation: Federation, spec: Mapping[str, Any], rounds: int, where: Where, earlier: Sequence[Row]
+) -> RunInfo:
+    name = where.name or f"{spec.get('name', federation.task.name)}-{federation.algorithm.label}-seed{federation.seed}"
+    folder = None if where.out is None else Path(where.out)
+    return RunInfo(name=name, folder=folder, settings=spec, rounds=rounds, earlier=earlier)
 
 
 def describe(federation: Federation, measure: Measure) -> dict[str, Any]:

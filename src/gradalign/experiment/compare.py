@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import DivergedError, GradalignError
+from gradalign.experiment import layout
 from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import build_federation, build_task
 from gradalign.experiment.recipes import Recipe, unused_changes
@@ -31,7 +32,7 @@ from gradalign.experiment.store import (
 )
 from gradalign.tasks.task import Task
 
-CURVES, COMPARISON = "curves.png", "compare.toml"
+CURVES, COMPARISON = "curves.png", layout.COMPARISON
 CURVES_SHOWN = ("test_accuracy", "test_loss", "r")
 
 
@@ -136,7 +137,7 @@ def run_comparison(
                 on_row(one, row)
 
         try:
-            placed = replace(where, out=one.folder, progress=False)
+            placed = replace(where, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
             result = run_spec(one.spec, placed, task=_task_of(one, made), on_row=note)
             summary = result.summary
         except DivergedError as error:

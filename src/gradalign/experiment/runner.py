@@ -210,9 +210,13 @@ def execute(
     folder: RunFolder | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     on_row: Callable[[Row], None] | None = None,
+    on_begin: Callable[[list[Row]], None] | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Run all rounds, or the ones a folder's checkpoint leaves to do; ``notes`` go into the summary as they are."""
+    """Run all rounds, or the ones a folder's checkpoint leaves to do; ``notes`` go into the summary as they are.
+
+    ``on_begin`` is called with the rows that are there already, before any new one; not when nothing is left to do.
+    """
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
     restored = folder.restore() if folder is not None else None
@@ -220,6 +224,8 @@ def execute(
     state, spent = restored or (initial, 0.0)
     _same_model(state, initial)
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
+    if on_begin is not None:
+        on_begin(list(rows))
     began = time.monotonic() - spent
     saved = time.monotonic()
     known: dict[int, Tensor] = {}

@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -151,6 +151,24 @@ class CompareSpec(Section):
     curves: list[Curve] = ["test_accuracy", "test_loss", "r"]
 
 
+class WandbSpec(Section):
+    """Where Weights & Biases keeps a run."""
+
+    project: str = "gradalign"
+    mode: Literal["online", "offline", "disabled"] | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = []
+
+
+class TrackingSpec(Section):
+    """Who is told of a run while it runs: part of a recipe, but not of the spec, since it changes no number."""
+
+    tensorboard: bool = False
+    wandb: WandbSpec | None = None
+    """``true`` in a recipe is an empty table, ``false`` is none."""
+
+
 class Spec(Section):
     """One experiment."""
 
@@ -178,8 +196,10 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
     model: Any = root
     for step in location[:-1]:
         annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
-        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ScheduleSpec
-    return [*model.model_fields, "compare", "scale"] if model is Spec else list(model.model_fields)
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+        model = next((kind for kind in kinds if issubclass(kind, BaseModel)), ScheduleSpec)
+    beside = ["compare", "scale", *TrackingSpec.model_fields] if model is Spec else []
+    return [*model.model_fields, *beside]
 
 
 def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:

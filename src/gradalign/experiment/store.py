@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,12 +22,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gradalign.errors import GradalignError
+from gradalign.errors import ClientError, DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.experiment import layout
 from gradalign.experiment.rounds import ServerState, Totals
 from gradalign.flat import Point
 
-SPEC, METRICS, CHECKPOINT = "spec.toml", "metrics.jsonl", "checkpoint.safetensors"
-SUMMARY, MODEL, LOCK = "summary.json", "model.safetensors", ".lock"
+SPEC, METRICS, CHECKPOINT = layout.SPEC, layout.METRICS, layout.CHECKPOINT
+SUMMARY, MODEL, LOCK, FAILURE = layout.SUMMARY, layout.MODEL, layout.LOCK, layout.FAILURE
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -112,10 +114,14 @@ def locked(folder: Path) -> Iterator[None]:
         except ImportError:  # not a Unix: nothing to lock with
             yield
             return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise GradalignError(f"another process is writing to {folder}") from None
+        for patience in range(10, -1, -1):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not patience:
+                    raise GradalignError(f"another process is writing to {folder}") from None
+                time.sleep(0.03)  # a reader that asks whether anyone writes holds the lock for a blink
         _locks.add(lock)
         try:
             yield
@@ -151,7 +157,8 @@ class RunFolder:
         for left_over in self.path.glob(".*.tmp"):
             left_over.unlink(missing_ok=True)  # of a process that was killed: the lock says that nobody else is here
         if not ((self.path / SPEC).exists() and self._begun()):
-            refuse_strangers(self.path, {SPEC, METRICS})
+            refuse_strangers(self.path, {SPEC, METRICS, FAILURE, layout.TENSORBOARD, layout.WANDB})
+            (self.path / FAILURE).unlink(missing_ok=True)
             write_toml(self.path / SPEC, self.spec)
             return
         if not resume:
@@ -161,6 +168,7 @@ class RunFolder:
         differing = differing_fields(read_spec(self.path), _as_toml(self.spec))
         if differing:
             raise GradalignError(f"{self.path} holds a run with other settings: {'; '.join(differing)}")
+        (self.path / FAILURE).unlink(missing_ok=True)
 
     def _begun(self) -> bool:
         """Return whether there is anything to lose: a run that failed before its first row may start anew."""
@@ -197,6 +205,10 @@ class RunFolder:
             os.fsync(self._metrics.fileno())
         write_atomically(self.path / CHECKPOINT, lambda file: _write_checkpoint(file, state, seconds))
 
+    def fail(self, reason: str) -> None:
+        """Write down why the run cannot go on, for those who watch it from elsewhere."""
+        write_atomically(self.path / FAILURE, lambda file: _put(file, " ".join(reason.split()) + "\n"))
+
     def finish(self, model: Mapping[str, Tensor], summary: Mapping[str, Any]) -> None:
         """Write the model, then the summary, whose presence says that the run is complete."""
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.items()}
@@ -216,8 +228,12 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, DivergedError | ClientError | LostRankError | TooFewClientsError):
+                self.fail(str(error))
+        finally:
+            self.close()
 
 
 def write_toml(path: Path, data: Mapping[str, Any]) -> None:
