@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradalign import data_cli, theory_cli
+from gradalign import data_cli, theory_cli, watch_cli
 from gradalign._version import __version__
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.launch import rank, under_torchrun
@@ -240,6 +240,7 @@ def show(
 
 theory_cli.register(app)
 data_cli.register(app)
+watch_cli.register(app)
 
 
 def main() -> None:

@@ -21,11 +21,9 @@ from gradalign.experiment.layout import TENSORBOARD, WANDB
 from gradalign.experiment.tracking import Row, RunInfo, flat_settings, tagged
 
 
-def _need(package: str, extra: str, setting: str) -> None:
+def _need(package: str, what: str) -> None:
     if find_spec(package) is None:
-        raise GradalignError(
-            f"{setting} needs the package {package}; install it with: pip install 'gradalign[{extra}]'"
-        )
+        raise GradalignError(f"{what} needs the package {package}; install it with: pip install 'gradalign[{package}]'")
 
 
 class TensorBoard:
