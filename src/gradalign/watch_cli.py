@@ -27,7 +27,7 @@ def watch_folder(
     from gradalign.cli import plain_errors
     from gradalign.experiment.watch import watch, watch_once
 
-    with plain_errors("what was watched goes on"):
+    with plain_errors("only the watching has ended"):
         console = Console()
         if once or not console.is_terminal or console.is_dumb_terminal:
             watch_once(folder, console)

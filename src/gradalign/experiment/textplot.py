@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.text import Text
 
@@ -53,10 +54,15 @@ class Canvas:
     def row(self, number: int) -> Text:
         """Return one row of characters."""
         text = Text()
-        for bits, style in zip(self._bits[number], self._styles[number], strict=True):
-            drawn = chr(0x2800 + bits) if self._down == 4 else "*"
-            text.append(drawn if bits else " ", style=style)
+        cells = zip(self._bits[number], self._styles[number], strict=True)
+        for style, run in groupby(cells, key=lambda cell: cell[1]):
+            text.append("".join(self._character(bits) for bits, _ in run), style=style)
         return text
+
+    def _character(self, bits: int) -> str:
+        if not bits:
+            return " "
+        return chr(0x2800 + bits) if self._down == 4 else "*"
 
 
 class Axis:
@@ -147,7 +153,7 @@ def plot(
         _draw(canvas, curve, horizontal, vertical)
     upright, corner, flat = ("│", "└", "─") if braille else ("|", "+", "-")
     for number in range(rows):
-        line = Text(f"{labels.get(number, ''):>{margin}} {upright}", style="dim")
+        line = Text().append(f"{labels.get(number, ''):>{margin}} {upright}", style="dim")
         lines.append(line + canvas.row(number))
     lines.append(Text(" " * (margin + 1) + corner + flat * canvas.width, style="dim"))
     lines.append(Text(" " * (margin + 2) + _horizontal_labels(horizontal, canvas.width), style="dim"))

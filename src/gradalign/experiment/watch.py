@@ -17,7 +17,8 @@ from gradalign.errors import GradalignError
 from gradalign.experiment.follow import Followed, Watched
 from gradalign.experiment.textplot import Curve, plot
 
-COLOURS = ("bright_blue", "bright_red", "bright_green", "bright_magenta", "bright_yellow", "bright_cyan", "white")
+# Blue, orange, green, magenta, amber, teal and grey of the 256: of a brightness that both dark and light screens show.
+COLOURS = tuple(f"color({number})" for number in (33, 166, 35, 170, 172, 37, 244))
 _PANELS = (
     ("test_accuracy", "test accuracy"),
     ("test_loss", "test loss"),
@@ -146,17 +147,19 @@ class Frame:
             order = ("running", "starting", "failed", "stopped", "unreadable", "complete", "planned")
             shown = sorted(runs, key=lambda run: order.index(run.state))[: room - 1]
         name_width = max(len(run.label) for run in shown)
-        lines = [self._legend_line(run, styles[run.entry], name_width, braille=braille) for run in shown]
+        lines, alone = [], self.watched.kind == "run"
+        for run in shown:
+            line = Text("━━ " if braille else "-- ", style=styles[run.entry])
+            line.append(f"{run.label:<{name_width}}  ", style="default")
+            line.append(run.state, style=_STATES.get(run.state, "dim"))
+            words = [_progress(run)] if alone else [_progress(run), _numbers(run)]
+            line.append("".join(f", {word}" for word in words if word), style="default")
+            lines.append(line)
+        if alone:  # there is room for a second line
+            lines.append(Text(f"   {_numbers(runs[0])}"))
         if len(shown) < len(runs):
             lines.append(Text(f"… and {len(runs) - len(shown)} more", style="dim"))
         return lines
-
-    def _legend_line(self, run: Followed, style: str, name_width: int, *, braille: bool) -> Text:
-        line = Text("━━ " if braille else "-- ", style=style)
-        line.append(f"{run.label:<{name_width}}  ", style="default")
-        line.append(run.state, style=_STATES.get(run.state, "dim"))
-        line.append("".join(f", {words}" for words in (_progress(run), _numbers(run)) if words), style="default")
-        return line
 
     def _plots(self, styles: dict[str, str], width: int, height: int, braille: bool) -> list[Text]:
         panels = [panel for panel in _PANELS if any(_latest(run, panel[0]) is not None for run in self.watched.runs)]
