@@ -30,7 +30,8 @@ class TensorBoard:
     """Writes event files that ``tensorboard --logdir`` shows: all metrics, the settings, and the HPARAMS tab.
 
     Args:
-        folder: Where to write; the folder ``tensorboard`` in the run folder when not given.
+        folder: Where to write; the folder ``tensorboard`` in the run folder when not given. A folder shows one run:
+            the latest that was written to it.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -48,11 +49,12 @@ class TensorBoard:
         if self._folder is None and run.folder is None:
             raise GradalignError("TensorBoard has no folder to write to: give the run one, or TensorBoard(folder)")
         folder = self._folder or Path(run.folder or "") / TENSORBOARD
-        if run.earlier:
-            for old in folder.glob("events.out.tfevents.*"):
+        before = list(folder.glob("events.out.tfevents.*"))
+        if self._folder is None:  # in the run folder all of them are this run's
+            for old in before:
                 old.unlink()
-        # What a running TensorBoard has read of the deleted files is purged from the first step on.
-        self._writer = SummaryWriter(str(folder), purge_step=0 if run.earlier else None)
+        # What a TensorBoard has read of them so far is purged from the first step on.
+        self._writer = SummaryWriter(str(folder), purge_step=0 if before else None)
         self._hparams = {
             key: value if isinstance(value, bool | int | float | str) else str(value)
             for key, value in flat_settings(run.settings).items()
@@ -126,7 +128,8 @@ class WeightsAndBiases:
         import wandb
 
         home = self._folder or run.folder
-        before = _former(home / WANDB) if home is not None and run.earlier else []
+        # Only in the run folder it is certain that they are this run's.
+        before = _former(run.folder / WANDB) if run.folder is not None and self._folder is None else []
         try:
             self._run = wandb.init(
                 **self._given,
