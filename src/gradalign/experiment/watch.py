@@ -114,9 +114,9 @@ class Frame:
         runs = self.watched.runs
         if not runs:
             return [Text(f"waiting for a run in {self.watched.folder} …")]
-        header = self._header(width)
+        header = self._header(width)[: max(2, height // 3)]
         styles = self._styles()
-        room = max(3, height - len(header) - 2 * _LOWEST)
+        room = max(2, height - len(header) - (2 * _LOWEST if height > 3 * _LOWEST else _LOWEST))
         legend = self._legend(styles, room, braille=braille)
         return header + self._plots(styles, width, height - len(header) - len(legend), braille) + legend
 
@@ -133,7 +133,9 @@ class Frame:
         advice = watched.advice()
         notes = [f"nobody is writing here; {advice}"] if advice else []
         notes += [f"{run.label}: {run.reason}" for run in runs if run.reason][:3]
-        return [title, *(Text(line, style="red") for note in notes for line in textwrap.wrap(note, width))]
+        if self.full_height:  # elsewhere lines may be long, and a command is best copied whole
+            notes = [line for note in notes for line in textwrap.wrap(note, width, break_on_hyphens=False)]
+        return [title, *(Text(note, style="red") for note in notes)]
 
     def _styles(self) -> dict[str, str]:
         entries = list(dict.fromkeys(run.entry for run in self.watched.runs))
@@ -237,13 +239,15 @@ def watch(folder: Path, console: Console, *, interval: float, timeout: float | N
     watched = Watched(folder)
     patience = Patience(timeout)
     watched.poll()
-    with Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
-        while not _ended(watched):
-            live.refresh()
-            patience.look(watched)
-            time.sleep(interval)
-            watched.poll()
-    console.print(Frame(watched))  # the screen of the live view is gone with it
+    try:
+        with Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
+            while not _ended(watched):
+                live.refresh()
+                patience.look(watched)
+                time.sleep(interval)
+                watched.poll()
+    finally:
+        console.print(Frame(watched))  # the screen of the live view is gone with it, the last picture stays
     failed = [run for run in watched.runs if run.state == "failed"]
     if failed:
         raise GradalignError(f"{failed[0].label}: {failed[0].reason}")
