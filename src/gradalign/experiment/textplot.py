@@ -70,9 +70,9 @@ class Axis:
 
     def __init__(self, low: float, high: float, *, log: bool = False) -> None:
         self.log = log and low > 0
-        if high <= low:
+        if high - low <= 1e-12 * max(abs(low), abs(high), 1e-280):  # flat, as far as a picture goes
             pad = abs(low) * 0.1 or 1.0
-            low, high = (low / 1.1, high * 1.1) if self.log else (low - pad, high + pad)
+            low, high, self.log = low - pad, high + pad, False
         self.low, self.high = low, high
 
     def position(self, value: float) -> float:

@@ -28,6 +28,8 @@ _PANELS = (
 )
 _LOG = ("test_loss", "train_loss", "r", "drift")
 _RECENT = 20
+_ABSURD = 1e100
+"""What no axis has room for; NaN is not below it either."""
 _LOWEST = 7
 """Rows that a plot needs to be of use."""
 
@@ -196,7 +198,7 @@ class Frame:
 def _points(run: Followed, column: str) -> Iterator[tuple[float, float]]:
     for row in run.rows:
         value = row.get(column)
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and abs(value) < _ABSURD:
             yield float(row["round"]), float(value)
 
 
