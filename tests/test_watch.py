@@ -25,10 +25,11 @@ from typer.testing import CliRunner
 
 from conftest import hear_ctrl_c
 from gradalign.cli import app
-from gradalign.experiment.follow import Followed, MetricsTail, Watched, is_held
-from gradalign.experiment.store import RunFolder
+from gradalign.experiment.follow import Followed, MetricsTail, is_held
+from gradalign.experiment.store import RunFolder, locked
 from gradalign.experiment.textplot import Axis, Canvas, Curve, plot
 from gradalign.experiment.watch import Frame, duration, seconds_left
+from gradalign.experiment.watched import Watched
 
 SMALL = ("--set", "rounds=3", "--set", "task.clients=5", "--set", "clients.per_round=3", "--workers", "0")
 SPEC = {"name": "n", "seed": 4, "rounds": 3, "algorithm": {"name": "fedga"}}
@@ -178,7 +179,7 @@ def test_states_of_a_run(tmp_path):
         run.append(row(3))
         run.finish({}, {"rounds": 3})
     assert state() == "complete"
-    assert watched.complete
+    assert watched.ended
     assert watched.runs[0].label == "fedga, seed 4"
 
 
@@ -265,6 +266,30 @@ def test_many_runs_fit_the_screen(tmp_path):
         assert len(lines) <= height
         assert any("more" in text.plain for text in lines)
         assert any("accuracy" in text.plain for text in lines)
+
+
+def test_a_sweep_is_over_when_its_summary_is_there_and_its_workers_are_gone(tmp_path):
+    def texts() -> str:
+        watched.poll()
+        return "\n".join(text.plain for text in Frame(watched).lines(120, 40))
+
+    (tmp_path / "sweep.toml").write_text("")
+    watched = Watched(tmp_path)
+    with locked(tmp_path / ".workers/a"):
+        for name, rounds in (("000_lr0.1", 3), ("001_lr0.2", 1)):
+            with RunFolder(tmp_path / "trials/coarse" / name, SPEC, resume=False) as run:
+                for n in range(rounds):
+                    run.append({"round": n, "seconds": float(n), "validation_accuracy": n / 4})
+        shown = texts()
+        assert watched.at_work, "between two trials"
+        assert "coarse/001_lr0.2, seed 4  ended early" in shown
+        assert "validation accuracy, by round" in shown
+    assert "gradalign sweep RECIPE" in texts()
+    assert not watched.ended
+    (tmp_path / "summary.json").write_text("{}")
+    assert "RECIPE" not in texts()
+    assert watched.ended
+    assert {run.group for run in watched.runs} == {"coarse"}
 
 
 class Terminal:

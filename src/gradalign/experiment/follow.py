@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.layout import COMPARISON, FAILURE, LOCK, METRICS, SPEC, SUMMARY
+from gradalign.experiment.layout import FAILURE, LOCK, METRICS, SPEC, SUMMARY
 
-COLUMNS = ("round", "seconds", "test_accuracy", "test_loss", "r", "drift", "train_loss")
+COLUMNS = (
+    "round",
+    "seconds",
+    "test_accuracy",
+    "test_loss",
+    "validation_accuracy",
+    "validation_loss",
+    "r",
+    "drift",
+    "train_loss",
+)
 """What is kept of a row."""
-DEEPEST = 3
-"""How far below a folder its runs may lie: a comparison's are at 2, those of several comparisons at 3."""
 
 
 class MetricsTail:
@@ -110,11 +117,13 @@ class Followed:
     Attributes:
         folder: The run folder.
         entry: What its curve is called: the algorithm's name in a comparison.
+        group: Runs of one group share a colour: the seeds of an algorithm, the trials of a sweep's stage.
         state: starting, running, complete, failed (``reason`` says why), stopped, planned or unreadable.
     """
 
     folder: Path
     entry: str
+    group: str = ""
     seed: int | None = None
     state: str = "planned"
     reason: str = ""
@@ -122,6 +131,7 @@ class Followed:
 
     def __post_init__(self) -> None:
         self.tail = MetricsTail(self.folder / METRICS)
+        self.group = self.group or self.entry
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -187,109 +197,3 @@ class Followed:
         if "name" not in self.spec:  # made from Python objects: the folder cannot make them again
             return f'call gradalign.run again with out="{self.folder}", resume=True'
         return shlex.join(["gradalign", "run", str(self.folder / SPEC), "--out", str(self.folder), "--resume"])
-
-
-class Watched:
-    """A folder that is watched: one run, a comparison's runs, or all runs that lie below it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.runs: list[Followed] = []
-        self.held = False
-        self.kind = "nothing"
-
-    def poll(self) -> None:
-        """Look for new runs, then at each run; raise when the folder holds something else."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise GradalignError(f"{self.folder} is a file; watch takes a run's folder, or a comparison's")
-        self.held = is_held(self.folder)
-        self._find()
-        for run in self.runs:
-            run.poll()
-        if self.kind == "run" and self.runs[0].state == "unreadable":
-            raise GradalignError(f"{self.folder} is not a run folder: {self.runs[0].reason}")
-
-    def _find(self) -> None:
-        known = {run.folder for run in self.runs}
-        if (self.folder / SPEC).exists():
-            self.kind = "run"
-            self.runs = self.runs or [Followed(self.folder, entry=_algorithm(self.folder))]
-            return
-        if (self.folder / COMPARISON).exists():
-            self.kind = "comparison"
-            self.runs += [run for run in _planned(self.folder) if run.folder not in known]
-            return
-        found = sorted(_specs_below(self.folder, DEEPEST)) if self.folder.is_dir() else []
-        for path in found:
-            if path.parent not in known:
-                name = str(path.parent.relative_to(self.folder))
-                self.runs.append(Followed(path.parent, entry=re.sub(r"[/-]seed\d+$", "", name)))
-        self.kind = "folder" if self.runs else "nothing"
-        if not self.runs and self.folder.is_dir() and not self.held:
-            strangers = sorted(entry.name for entry in self.folder.iterdir() if not entry.name.startswith("."))
-            if strangers:
-                raise GradalignError(
-                    f"{self.folder} holds no run: neither {SPEC} nor {COMPARISON} is in it or below it "
-                    f"(it has {strangers[0]})"
-                )
-
-    @property
-    def at_work(self) -> bool:
-        """Whether anyone writes to the folder, or to a run in it."""
-        return self.held or any(run.state in ("starting", "running") for run in self.runs)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every run has come to its end."""
-        return bool(self.runs) and all(run.state == "complete" for run in self.runs)
-
-    def advice(self) -> str:
-        """Return how to go on with what has stopped; empty when nothing has."""
-        stopped = [run for run in self.runs if run.state == "stopped"]
-        if self.at_work or not (stopped or any(run.state == "planned" for run in self.runs)):
-            return ""
-        if self.kind == "comparison":
-            return (
-                f"continue with: gradalign compare RECIPE --out {self.folder} --resume (and the other options it had)"
-            )
-        return f"continue with: {stopped[0].resume_command()}" if stopped else ""
-
-
-def _algorithm(folder: Path) -> str:
-    try:
-        spec = tomllib.loads((folder / SPEC).read_text(encoding="utf-8"))
-        return str(spec["algorithm"]["name"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return folder.name
-
-
-def _planned(folder: Path) -> list[Followed]:
-    """Return all runs of a comparison, begun or not."""
-    try:
-        plan = tomllib.loads((folder / COMPARISON).read_text(encoding="utf-8"))
-        entries, seeds = [str(entry) for entry in plan["algorithms"]], [int(seed) for seed in plan["seeds"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GradalignError(f"{folder / COMPARISON} is not a comparison's description: {error}") from None
-    return [
-        Followed(folder / folder_name(entry) / f"seed{seed}", entry=entry, seed=seed)
-        for entry in entries
-        for seed in seeds
-    ]
-
-
-def folder_name(entry: str) -> str:
-    """Return the folder of one entry of a comparison."""
-    return re.sub(r"[^\w.+-]+", "-", entry)
-
-
-def _specs_below(folder: Path, depth: int) -> Iterator[Path]:
-    try:
-        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    except OSError:  # gone, or not ours to read
-        return
-    if any(entry.name == SPEC for entry in entries):
-        yield folder / SPEC
-    elif depth > 0:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _specs_below(Path(entry.path), depth - 1)

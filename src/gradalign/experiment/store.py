@@ -114,14 +114,14 @@ def locked(folder: Path) -> Iterator[None]:
         except ImportError:  # not a Unix: nothing to lock with
             yield
             return
-        for patience in range(10, -1, -1):
+        for patience in range(8, -1, -1):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
                 if not patience:
                     raise GradalignError(f"another process is writing to {folder}") from None
-                time.sleep(0.03)  # a reader that asks whether anyone writes holds the lock for a blink
+                time.sleep(0.02)  # a reader that asks whether anyone writes holds the lock for a blink
         _locks.add(lock)
         try:
             yield

@@ -21,6 +21,7 @@ _GROUPS = {
     "alignment": ("r", "drift", "drift_ratio", "cosine"),
     "spent": ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds"),
     "test": ("test_loss", "test_accuracy"),
+    "validation": ("validation_loss", "validation_accuracy"),
     "train": ("train_loss", "train_accuracy"),
 }
 _GROUP_OF = {column: group for group, columns in _GROUPS.items() for column in columns}

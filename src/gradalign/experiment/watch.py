@@ -14,19 +14,22 @@ from rich.live import Live
 from rich.text import Text
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.follow import Followed, Watched
+from gradalign.experiment.follow import Followed
 from gradalign.experiment.textplot import Curve, plot
+from gradalign.experiment.watched import Watched
 
 # Blue, orange, green, magenta, amber, teal and grey of the 256: of a brightness that both dark and light screens show.
 COLOURS = tuple(f"color({number})" for number in (33, 166, 35, 170, 172, 37, 244))
 _PANELS = (
     ("test_accuracy", "test accuracy"),
     ("test_loss", "test loss"),
+    ("validation_accuracy", "validation accuracy"),
+    ("validation_loss", "validation loss"),
     ("r", "r(x), variance of the gradients"),
     ("drift", "drift of the first client"),
     ("train_loss", "training loss"),
 )
-_LOG = ("test_loss", "train_loss", "r", "drift")
+_LOG = ("test_loss", "validation_loss", "train_loss", "r", "drift")
 _RECENT = 20
 _ABSURD = 1e100
 """What no axis has room for; NaN is not below it either."""
@@ -72,12 +75,14 @@ def _latest(run: Followed, column: str) -> float | None:
 def _numbers(run: Followed) -> str:
     """Return the newest numbers of a run."""
     words = []
-    accuracy, loss = _latest(run, "test_accuracy"), _latest(run, "test_loss")
-    if accuracy is not None:
-        best = max(row["test_accuracy"] for row in run.rows if row.get("test_accuracy") is not None)
-        words.append(f"accuracy {accuracy:.2%} (best {best:.2%})")
-    if loss is not None:
-        words.append(f"loss {loss:.4g}")
+    for kind in ("test", "validation"):
+        accuracy, loss = _latest(run, f"{kind}_accuracy"), _latest(run, f"{kind}_loss")
+        before = f"{kind} " if kind != "test" else ""
+        if accuracy is not None:
+            best = max(row[f"{kind}_accuracy"] for row in run.rows if row.get(f"{kind}_accuracy") is not None)
+            words.append(f"{before}accuracy {accuracy:.2%} (best {best:.2%})")
+        if loss is not None:
+            words.append(f"{before}loss {loss:.4g}")
     words += [f"{name} {value:.3g}" for name in ("r", "drift") if (value := _latest(run, name)) is not None]
     return ", ".join(words)
 
@@ -128,9 +133,11 @@ class Frame:
         words = []
         if watched.kind != "run":
             words.append(f"{sum(run.state == 'complete' for run in runs)} of {len(runs)} runs complete")
-        left = seconds_left(runs) if watched.at_work else None
+        # How many trials a sweep will have is not to be seen from here.
+        known = runs if watched.kind != "sweep" else [run for run in runs if run.state == "running"]
+        left = seconds_left(known) if watched.at_work else None
         if left is not None:
-            words.append(f"about {duration(left)} left")
+            words.append(f"about {duration(left)} left" + (" of the trials at work" if known is not runs else ""))
         title.append("".join(f"  {word}" for word in words), style="not bold")
         advice = watched.advice()
         notes = [f"nobody is writing here; {advice}"] if advice else []
@@ -140,8 +147,8 @@ class Frame:
         return [title, *(Text(note, style="red") for note in notes)]
 
     def _styles(self) -> dict[str, str]:
-        entries = list(dict.fromkeys(run.entry for run in self.watched.runs))
-        return {entry: COLOURS[number % len(COLOURS)] for number, entry in enumerate(entries)}
+        groups = list(dict.fromkeys(run.group for run in self.watched.runs))
+        return {group: COLOURS[number % len(COLOURS)] for number, group in enumerate(groups)}
 
     def _legend(self, styles: dict[str, str], room: int, *, braille: bool) -> list[Text]:
         """Return a line for each run, those at work first when not all fit."""
@@ -153,9 +160,10 @@ class Frame:
         name_width = max(len(run.label) for run in shown)
         lines, alone = [], self.watched.kind == "run"
         for run in shown:
-            line = Text("━━ " if braille else "-- ", style=styles[run.entry])
+            line = Text("━━ " if braille else "-- ", style=styles[run.group])
             line.append(f"{run.label:<{name_width}}  ", style="default")
-            line.append(run.state, style=_STATES.get(run.state, "dim"))
+            early = run.state == "stopped" and self.watched.kind == "sweep" and self.watched.at_work
+            line.append("ended early" if early else run.state, style=_STATES.get(run.state, "dim"))
             words = [_progress(run)] if alone else [_progress(run), _numbers(run)]
             line.append("".join(f", {word}" for word in words if word), style="default")
             lines.append(line)
@@ -182,7 +190,7 @@ class Frame:
         self, panel: tuple[str, str], styles: dict[str, str], width: int, height: int, braille: bool
     ) -> list[Text]:
         column, title = panel
-        curves = [Curve(list(_points(run, column)), styles[run.entry]) for run in self.watched.runs]
+        curves = [Curve(list(_points(run, column)), styles[run.group]) for run in self.watched.runs]
         return plot(
             f"{title}, by round",
             curves,
@@ -190,7 +198,7 @@ class Frame:
             height=height,
             x_end=max(run.rounds for run in self.watched.runs),
             log=column in _LOG,
-            percent=column == "test_accuracy",
+            percent=column.endswith("accuracy"),
             braille=braille,
         )
 
@@ -243,22 +251,12 @@ def watch(folder: Path, console: Console, *, interval: float, timeout: float | N
     watched.poll()
     try:
         with Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
-            while not _ended(watched):
+            while not watched.ended:
                 live.refresh()
                 patience.look(watched)
                 time.sleep(interval)
                 watched.poll()
     finally:
         console.print(Frame(watched))  # the screen of the live view is gone with it, the last picture stays
-    failed = [run for run in watched.runs if run.state == "failed"]
-    if failed:
-        raise GradalignError(f"{failed[0].label}: {failed[0].reason}")
-
-
-def _ended(watched: Watched) -> bool:
-    """Whether nothing can follow: all runs complete or failed and nobody at work. A stopped run may be resumed."""
-    return (
-        bool(watched.runs)
-        and not watched.at_work
-        and all(run.state in ("complete", "failed", "unreadable") for run in watched.runs)
-    )
+    if watched.failed:
+        raise GradalignError(f"{watched.failed[0].label}: {watched.failed[0].reason}")
