@@ -19,14 +19,14 @@ from gradalign.experiment.spec import (
     CompareSpec,
     ServerSpec,
     Spec,
-    TrackingSpec,
     explain,
     merge,
     parse_settings,
     read_recipe,
     validate,
 )
-from gradalign.experiment.tracking import Tracker, Trackers
+from gradalign.experiment.tracking import Trackers
+from gradalign.experiment.tracking_spec import TrackingSpec, make_trackers, take_tracking
 from gradalign.server import ServerRule
 
 
@@ -50,12 +50,7 @@ class Recipe:
 
     def trackers(self) -> Trackers:
         """Return the trackers that the recipe asks for; one whose package is not installed says so."""
-        from gradalign.experiment.trackers import TensorBoard, WeightsAndBiases
-
-        wanted: list[Tracker] = [TensorBoard()] if self.tracking.tensorboard else []
-        if self.tracking.wandb is not None:
-            wanted.append(WeightsAndBiases(**self.tracking.wandb.model_dump()))
-        return Trackers(wanted)
+        return make_trackers(self.tracking)
 
     def spec(self) -> Spec:
         """Return the one experiment that ``gradalign run`` runs.
@@ -145,27 +140,8 @@ def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None
     except AttributeError:
         raise GradalignError(f"{path.name}: compare: must be a table of settings") from None
     data.setdefault("name", path.stem)
-    tracking = _take_tracking(data, changes, path.name)
+    tracking = take_tracking(data, changes, path.name)
     return Recipe(source=path.name, data=data, compare=compare, changes=changes, tracking=tracking)
-
-
-def _take_tracking(data: dict[str, Any], changes: dict[str, Any], source: str) -> TrackingSpec:
-    """Take the trackers' settings out of the recipe and of the changes."""
-    names = list(TrackingSpec.model_fields)
-    asked = {name: data.pop(name) for name in names if name in data}
-    for name in [name for name in names if name in changes]:
-        change = changes.pop(name)
-        if not (change is True and isinstance(asked.get(name), Mapping)):  # "on" keeps the recipe's own table
-            asked = merge(asked, {name: change})
-    wandb = asked.get("wandb")
-    if not isinstance(wandb, bool | Mapping | None):
-        raise GradalignError(f"{source}: wandb must be true, false or a table of settings, got {wandb!r}")
-    if isinstance(wandb, bool):
-        asked["wandb"] = {} if wandb else None
-    try:
-        return TrackingSpec.model_validate(asked)
-    except ValidationError as error:
-        raise explain(error, source, TrackingSpec) from None
 
 
 def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:

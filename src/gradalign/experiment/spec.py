@@ -151,24 +151,6 @@ class CompareSpec(Section):
     curves: list[Curve] = ["test_accuracy", "test_loss", "r"]
 
 
-class WandbSpec(Section):
-    """Where Weights & Biases keeps a run."""
-
-    project: str = "gradalign"
-    mode: Literal["online", "offline", "disabled"] | None = None
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = []
-
-
-class TrackingSpec(Section):
-    """Who is told of a run while it runs: part of a recipe, but not of the spec, since it changes no number."""
-
-    tensorboard: bool = False
-    wandb: WandbSpec | None = None
-    """``true`` in a recipe is an empty table, ``false`` is none."""
-
-
 class Spec(Section):
     """One experiment."""
 
@@ -198,7 +180,7 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
         annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
         kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
         model = next((kind for kind in kinds if issubclass(kind, BaseModel)), ScheduleSpec)
-    beside = ["compare", "scale", *TrackingSpec.model_fields] if model is Spec else []
+    beside = ["compare", "scale", "tensorboard", "wandb"] if model is Spec else []
     return [*model.model_fields, *beside]
 
 
