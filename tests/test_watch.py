@@ -266,6 +266,7 @@ def test_many_runs_fit_the_screen(tmp_path):
         assert len(lines) <= height
         assert any("more" in text.plain for text in lines)
         assert any("accuracy" in text.plain for text in lines)
+        assert sum(text.plain.startswith("━━") for text in lines) <= height / 2, "the curves have room"
 
 
 def test_a_sweep_is_over_when_its_summary_is_there_and_its_workers_are_gone(tmp_path):

@@ -72,6 +72,12 @@ def _latest(run: Followed, column: str) -> float | None:
     return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 
+def _best(run: Followed) -> float:
+    """Return the best accuracy of a run, on whatever it was measured; below all others when it was not."""
+    names = ("test_accuracy", "validation_accuracy")
+    return max((row[name] for row in run.rows for name in names if row.get(name) is not None), default=-1.0)
+
+
 def _numbers(run: Followed) -> str:
     """Return the newest numbers of a run."""
     words = []
@@ -123,7 +129,7 @@ class Frame:
             return [Text(f"waiting for a run in {self.watched.folder} …")]
         header = self._header(width)[: max(2, height // 3)]
         styles = self._styles()
-        room = max(2, height - len(header) - (2 * _LOWEST if height > 3 * _LOWEST else _LOWEST))
+        room = max(2, 2 * (height - len(header)) // 5)  # the pictures are what one comes for
         legend = self._legend(styles, room, braille=braille)
         return header + self._plots(styles, width, height - len(header) - len(legend), braille) + legend
 
@@ -151,12 +157,13 @@ class Frame:
         return {group: COLOURS[number % len(COLOURS)] for number, group in enumerate(groups)}
 
     def _legend(self, styles: dict[str, str], room: int, *, braille: bool) -> list[Text]:
-        """Return a line for each run, those at work first when not all fit."""
+        """Return a line for each run; when not all fit, those at work, then those in trouble, then the best."""
         runs = self.watched.runs
         shown = list(runs)
         if len(runs) > room:
-            order = ("running", "starting", "failed", "stopped", "unreadable", "complete", "planned")
-            shown = sorted(runs, key=lambda run: order.index(run.state))[: room - 1]
+            first = ("running", "starting") + (() if self.watched.kind == "sweep" else ("failed", "stopped"))
+            shown = sorted(runs, key=lambda run: (first.index(run.state) if run.state in first else 9, -_best(run)))
+            shown = shown[: room - 1]
         name_width = max(len(run.label) for run in shown)
         lines, alone = [], self.watched.kind == "run"
         for run in shown:
