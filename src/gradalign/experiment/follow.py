@@ -151,7 +151,8 @@ class Followed:
     @property
     def label(self) -> str:
         """What to call the run."""
-        return self.entry if self.seed is None else f"{self.entry}, seed {self.seed}"
+        is_trial = self.group != self.entry  # whose name tells all
+        return self.entry if self.seed is None or is_trial else f"{self.entry}, seed {self.seed}"
 
     def poll(self) -> None:
         """Look at the folder again. The lock is looked at first: who has let go of it has written everything."""

@@ -72,6 +72,11 @@ def _latest(run: Followed, column: str) -> float | None:
     return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 
+def _middle_cut(name: str, most: int) -> str:
+    """Return a name in at most so many characters; its ends tell more than its middle."""
+    return name if len(name) <= most else f"{name[: most // 3]}…{name[-(most - most // 3 - 1) :]}"
+
+
 def _best(run: Followed) -> float:
     """Return the best accuracy of a run, on whatever it was measured; below all others when it was not."""
     names = ("test_accuracy", "validation_accuracy")
@@ -130,7 +135,7 @@ class Frame:
         header = self._header(width)[: max(2, height // 3)]
         styles = self._styles()
         room = max(2, 2 * (height - len(header)) // 5)  # the pictures are what one comes for
-        legend = self._legend(styles, room, braille=braille)
+        legend = self._legend(styles, room, width, braille=braille)
         return header + self._plots(styles, width, height - len(header) - len(legend), braille) + legend
 
     def _header(self, width: int) -> list[Text]:
@@ -156,7 +161,7 @@ class Frame:
         groups = list(dict.fromkeys(run.group for run in self.watched.runs))
         return {group: COLOURS[number % len(COLOURS)] for number, group in enumerate(groups)}
 
-    def _legend(self, styles: dict[str, str], room: int, *, braille: bool) -> list[Text]:
+    def _legend(self, styles: dict[str, str], room: int, width: int, *, braille: bool) -> list[Text]:
         """Return a line for each run; when not all fit, those at work, then those in trouble, then the best."""
         runs = self.watched.runs
         shown = list(runs)
@@ -164,11 +169,13 @@ class Frame:
             first = ("running", "starting") + (() if self.watched.kind == "sweep" else ("failed", "stopped"))
             shown = sorted(runs, key=lambda run: (first.index(run.state) if run.state in first else 9, -_best(run)))
             shown = shown[: room - 1]
-        name_width = max(len(run.label) for run in shown)
+        most = max(12, 2 * width // 5)
+        names = [_middle_cut(run.label, most) for run in shown]
+        name_width = max(len(name) for name in names)
         lines, alone = [], self.watched.kind == "run"
-        for run in shown:
+        for run, name in zip(shown, names, strict=True):
             line = Text("━━ " if braille else "-- ", style=styles[run.group])
-            line.append(f"{run.label:<{name_width}}  ", style="default")
+            line.append(f"{name:<{name_width}}  ", style="default")
             early = run.state == "stopped" and self.watched.kind == "sweep" and self.watched.at_work
             line.append("ended early" if early else run.state, style=_STATES.get(run.state, "dim"))
             words = [_progress(run)] if alone else [_progress(run), _numbers(run)]
