@@ -254,6 +254,17 @@ def test_what_is_no_run_folder_is_one_line(tmp_path):
         assert words in done.stderr
 
 
+def test_what_a_folder_says_does_not_command_the_terminal(tmp_path):
+    with RunFolder(tmp_path / "a\x1b[2Jb" / "[red]c", SPEC, resume=False) as run:
+        run.append(row(0))
+        run.fail("bad \x1b]0;title\x07 news")
+    watched = Watched(tmp_path)
+    watched.poll()
+    shown = "\n".join(text.plain for text in Frame(watched).lines(100, 30))
+    assert "\x1b" not in shown
+    assert "a?[2Jb/[red]c, seed 4: bad ?]0;title? news" in shown
+
+
 def test_many_runs_fit_the_screen(tmp_path):
     for number in range(60):
         with RunFolder(tmp_path / f"trial{number:02d}", SPEC, resume=False) as run:

@@ -91,6 +91,11 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and type(row.get("round")) is int else None
 
 
+def printable(text: str) -> str:
+    """Return text from someone else's folder without what would command the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def is_held(folder: Path) -> bool:
     """Return whether a process is writing to this folder.
 
@@ -152,7 +157,7 @@ class Followed:
     def label(self) -> str:
         """What to call the run."""
         is_trial = self.group != self.entry  # whose name tells all
-        return self.entry if self.seed is None or is_trial else f"{self.entry}, seed {self.seed}"
+        return printable(self.entry if self.seed is None or is_trial else f"{self.entry}, seed {self.seed}")
 
     def poll(self) -> None:
         """Look at the folder again. The lock is looked at first: who has let go of it has written everything."""
@@ -176,7 +181,7 @@ class Followed:
             self.state = "running" if self.rows else "starting"
         elif failure.exists():
             self.state = "failed"
-            self.reason = failure.read_text(encoding="utf-8", errors="replace").strip()
+            self.reason = printable(failure.read_text(encoding="utf-8", errors="replace").strip())
         else:
             self.state = "stopped" if self.spec else "planned"
 
@@ -191,7 +196,7 @@ class Followed:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            self.state, self.reason = "unreadable", f"{SPEC} is not a run's: {error}"
+            self.state, self.reason = "unreadable", printable(f"{SPEC} is not a run's: {error}")
 
     def resume_command(self) -> str:
         """Return what to type, or to call, to go on with this run."""

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.follow import Followed
+from gradalign.experiment.follow import Followed, printable
 from gradalign.experiment.textplot import Curve, plot
 from gradalign.experiment.watched import Watched
 
@@ -140,7 +140,7 @@ class Frame:
 
     def _header(self, width: int) -> list[Text]:
         watched, runs = self.watched, self.watched.runs
-        title = Text(str(watched.folder), style="bold")
+        title = Text(printable(str(watched.folder)), style="bold")
         words = []
         if watched.kind != "run":
             words.append(f"{sum(run.state == 'complete' for run in runs)} of {len(runs)} runs complete")
