@@ -186,7 +186,7 @@ def test_several_experiments_on_one_page(tmp_path):
 def test_diverged_runs_are_shown_as_such_and_in_no_mean(tmp_path):
     folder = write_comparison(tmp_path / "c", {"fedga": [0.8, 0.6]})
     (folder / "fedga/seed1/summary.json").unlink()
-    (folder / "fedga/seed1/failure.json").write_text('{"failure": "the test loss became NaN"}')
+    (folder / "fedga/seed1/failure.json").write_text('{"failure": "the test loss became NaN", "diverged": true}')
     experiment = experiment_of(folder)
     (row,) = comparison_table(experiment)[1]
     assert row.seeds == "1 + 1 diverged"
@@ -195,6 +195,16 @@ def test_diverged_runs_are_shown_as_such_and_in_no_mean(tmp_path):
     assert "seed 1: diverged: the test loss became NaN" in page.read_text()
     lines = data_of(page)["experiments"][0]["curves"]["test_accuracy"][0]["lines"]
     assert [line["state"] for line in lines] == ["diverged"]
+
+
+def test_a_run_that_can_go_on_is_unfinished_and_says_what_stopped_it(tmp_path):
+    folder = write_comparison(tmp_path / "c", {"fedga": [0.8, 0.6]})
+    (folder / "fedga/seed1/summary.json").unlink()
+    (folder / "fedga/seed1/failure.json").write_text('{"failure": "2 of 4 clients answered", "diverged": false}')
+    (skipped,) = gather([folder]).skipped
+    assert "rounds are written): 2 of 4 clients answered; continue it with --resume" in str(skipped)
+    page = write_report([folder], tmp_path / "r.html", unfinished=True).read_text()
+    assert "seed 1: unfinished: 2 of 4 clients answered" in page
 
 
 def test_the_recipe_on_the_page_gives_the_same_settings_again(tmp_path):
@@ -247,7 +257,12 @@ def evil_folder(tmp_path: Path) -> Path:
     held = json.dumps({"names": [EVIL, "b"], "counts": [[1, 2]], "clients": 1})
     summary = {"final_test_accuracy": 0.5, "scale": EVIL, "task": {EVIL: EVIL}, "versions": {EVIL: EVIL}}
     write_run(folder, spec, holdings=held, summary=json.dumps(summary))
-    write_run(tmp_path / "evil" / "seed1", spec | {"seed": 1}, summary=None, failure=json.dumps({"failure": EVIL}))
+    write_run(
+        tmp_path / "evil" / "seed1",
+        spec | {"seed": 1},
+        summary=None,
+        failure=json.dumps({"failure": EVIL, "diverged": True}),
+    )
     (tmp_path / "evil" / "<b>no run").mkdir()
     return tmp_path / "evil"
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gradalign.errors import DivergedError, GradalignError
     from gradalign.experiment.api import run
     from gradalign.experiment.runner import Measure, Result
+    from gradalign.experiment.trackers import TensorBoard, WeightsAndBiases
+    from gradalign.experiment.tracking import RunInfo, Tracker
     from gradalign.local import LocalTraining
     from gradalign.optim import GradAlign
     from gradalign.schedule import Cosine, OffUntil, Steps, Warmup
@@ -43,6 +45,8 @@ _HOMES = {
     "gradalign.errors": ("DivergedError", "GradalignError"),
     "gradalign.experiment.api": ("run",),
     "gradalign.experiment.runner": ("Measure", "Result"),
+    "gradalign.experiment.trackers": ("TensorBoard", "WeightsAndBiases"),
+    "gradalign.experiment.tracking": ("RunInfo", "Tracker"),
     "gradalign.local": ("LocalTraining",),
     "gradalign.optim": ("GradAlign",),
     "gradalign.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
@@ -72,11 +76,15 @@ __all__ = [
     "OffUntil",
     "PartitionedClients",
     "Result",
+    "RunInfo",
     "Scaffold",
     "ServerRule",
     "Steps",
     "Task",
+    "TensorBoard",
+    "Tracker",
     "Warmup",
+    "WeightsAndBiases",
     "__version__",
     "run",
 ]

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradalign import data_cli, report_cli, theory_cli
+from gradalign import data_cli, report_cli, theory_cli, watch_cli
 from gradalign._version import __version__
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.launch import rank, under_torchrun
@@ -133,7 +133,8 @@ def run(
         from gradalign.experiment.tables import print_summary
         from gradalign.tasks.folders import using_data_folder
 
-        spec = load_recipe(recipe, settings or (), seed, task).spec()
+        loaded = load_recipe(recipe, settings or (), seed, task)
+        spec = loaded.spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
         where = Where(
@@ -142,6 +143,7 @@ def run(
             out=folder,
             resume=resume,
             checkpoint_seconds=checkpoint_seconds,
+            trackers=loaded.trackers(),
         )
         with using_data_folder(data_dir):
             result = run_spec(spec, where)
@@ -191,7 +193,7 @@ def compare(
             entries = [name.strip() for name in algorithms.split(",") if name.strip()]
         name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
         folder = output_folder(out, name, resume=resume)
-        where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds)
+        where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers())
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
             with claimed_folder(folder, planned, resume=resume):
@@ -242,6 +244,7 @@ def show(
 theory_cli.register(app)
 data_cli.register(app)
 report_cli.register(app)
+watch_cli.register(app)
 
 
 def main() -> None:

@@ -12,15 +12,12 @@ from typing import Any
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import build_federation, build_task
-from gradalign.experiment.files import COMPARISON, CURVES, entry_folder
+from gradalign.experiment.files import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, entry_folder
 from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.runner import Row, rounds_to, versions
 from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import (
-    METRICS,
-    SPEC,
-    SUMMARY,
     differing_fields,
     locked,
     read_metrics,
@@ -135,7 +132,7 @@ def run_comparison(
                 on_row(one, row)
 
         try:
-            placed = replace(where, out=one.folder, progress=False)
+            placed = replace(where, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
             result = run_spec(one.spec, placed, task=_task_of(one, made), on_row=note)
             summary = result.summary
         except DivergedError as error:

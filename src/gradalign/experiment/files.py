@@ -8,8 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 SPEC, METRICS, CHECKPOINT, SUMMARY = "spec.toml", "metrics.jsonl", "checkpoint.safetensors", "summary.json"
-HOLDINGS, FAILURE = "holdings.json", "failure.json"
+MODEL, LOCK = "model.safetensors", ".lock"
+HOLDINGS = "holdings.json"
+FAILURE = "failure.json"
+"""Why a run ended by itself before its last round, and whether it diverged; removed when it goes on."""
 COMPARISON, CURVES, REPORT = "compare.toml", "curves.png", "report.html"
+SWEEP, SWEEP_WORKERS = "sweep.toml", ".workers"
+"""A sweep's description, and where each of its processes holds a lock."""
+TENSORBOARD, WANDB = "tensorboard", "wandb"
+"""The trackers' own folders."""
 
 
 def entry_folder(entry: str) -> str:
@@ -36,3 +43,13 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write text or bytes atomically."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    write_atomically(path, lambda file: _put(file, data))
+
+
+def _put(file: Path, data: bytes) -> None:
+    file.write_bytes(data)

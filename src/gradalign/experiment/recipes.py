@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from gradalign.experiment.spec import (
     read_recipe,
     validate,
 )
+from gradalign.experiment.tracking import Trackers
+from gradalign.experiment.tracking_spec import TrackingSpec, make_trackers, take_tracking
 from gradalign.server import ServerRule
 
 
@@ -37,12 +39,18 @@ class Recipe:
         data: The file's tables without [compare].
         compare: The [compare] table.
         changes: The settings given on the command line, which go over everything.
+        tracking: The ``tensorboard`` and ``wandb`` settings, which change no number and so are not in the spec.
     """
 
     source: str
     data: Mapping[str, Any]
     compare: CompareSpec
     changes: Mapping[str, Any]
+    tracking: TrackingSpec = field(default_factory=TrackingSpec)
+
+    def trackers(self) -> Trackers:
+        """Return the trackers that the recipe asks for; one whose package is not installed says so."""
+        return make_trackers(self.tracking)
 
     def spec(self) -> Spec:
         """Return the one experiment that ``gradalign run`` runs.
@@ -132,7 +140,8 @@ def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None
     except AttributeError:
         raise GradalignError(f"{path.name}: compare: must be a table of settings") from None
     data.setdefault("name", path.stem)
-    return Recipe(source=path.name, data=data, compare=compare, changes=changes)
+    tracking = take_tracking(data, changes, path.name)
+    return Recipe(source=path.name, data=data, compare=compare, changes=changes, tracking=tracking)
 
 
 def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:

@@ -21,6 +21,7 @@ from gradalign.alignment import alignment_of
 from gradalign.engines import Engine, RemoteEngine
 from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.experiment.files import MODEL
 from gradalign.experiment.rounds import (
     Federation,
     RoundFacts,
@@ -28,7 +29,7 @@ from gradalign.experiment.rounds import (
     play_round,
     probe_clients,
 )
-from gradalign.experiment.store import MODEL, RunFolder, read_metrics
+from gradalign.experiment.store import RunFolder, read_metrics
 from gradalign.flat import FlatModel
 
 CHECKPOINT_SECONDS = 10.0
@@ -210,9 +211,13 @@ def execute(
     folder: RunFolder | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     on_row: Callable[[Row], None] | None = None,
+    on_begin: Callable[[list[Row]], None] | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Run all rounds, or the ones a folder's checkpoint leaves to do; ``notes`` go into the summary as they are."""
+    """Run all rounds, or the ones a folder's checkpoint leaves to do; ``notes`` go into the summary as they are.
+
+    ``on_begin`` is called with the rows that are there already, before any new one; not when nothing is left to do.
+    """
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
     restored = folder.restore() if folder is not None else None
@@ -220,6 +225,8 @@ def execute(
     state, spent = restored or (initial, 0.0)
     _same_model(state, initial)
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
+    if on_begin is not None:
+        on_begin(list(rows))
     began = time.monotonic() - spent
     saved = time.monotonic()
     known: dict[int, Tensor] = {}
@@ -245,11 +252,9 @@ def execute(
             if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
-    except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt) as stop:
+    except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
         if folder is not None and rows:
             folder.save_checkpoint(state, time.monotonic() - began)
-        if folder is not None and isinstance(stop, DivergedError):
-            folder.note_failure(str(stop))
         raise
     summary = summarise(rows, federation, measure) | dict(notes or {})
     model = _model(federation, state)

@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -178,8 +178,10 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
     model: Any = root
     for step in location[:-1]:
         annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
-        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ScheduleSpec
-    return [*model.model_fields, "compare", "scale"] if model is Spec else list(model.model_fields)
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+        model = next((kind for kind in kinds if issubclass(kind, BaseModel)), ScheduleSpec)
+    beside = ["compare", "scale", "tensorboard", "wandb"] if model is Spec else []
+    return [*model.model_fields, *beside]
 
 
 def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import TASKS
-from gradalign.experiment.files import CURVES, REPORT
-from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, read_json, read_metrics, read_spec
+from gradalign.experiment.files import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY
+from gradalign.experiment.store import read_json, read_metrics, read_spec
 
 
 def _percent(spread: Mapping[str, float | None] | None) -> str:

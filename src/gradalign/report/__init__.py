@@ -52,7 +52,7 @@ def report_gathered(
 ) -> Path:
     """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure."""
     from gradalign.errors import GradalignError
-    from gradalign.experiment.files import write_atomically
+    from gradalign.experiment.files import write_whole
     from gradalign.report.experiments import arrange
     from gradalign.report.page import page_bytes
 
@@ -65,13 +65,9 @@ def report_gathered(
     experiments = arrange(gathered.runs)
     page = page_bytes(experiments, gathered.skipped, title)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, lambda file: _put(file, page))
+    write_whole(output, page)
     if figures is not None:
         from gradalign.report.figures import write_figures
 
         write_figures(experiments, figures, on_figure)
     return output
-
-
-def _put(file: Path, content: bytes) -> None:
-    file.write_bytes(content)

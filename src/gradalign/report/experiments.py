@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradalign.report.folders import shown_text
+from gradalign.experiment.foreign import shown_text
 from gradalign.report.gather import Run, canonical, number_of
 
 _LONGEST_NAME = 80

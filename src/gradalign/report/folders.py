@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradalign.experiment.files import CHECKPOINT, METRICS, SPEC
+from gradalign.experiment.foreign import shown_text
 
 _RUN_MARKS = {SPEC, METRICS, CHECKPOINT}
 _DEEPEST = 40
@@ -34,11 +35,6 @@ class Found:
 
     runs: list[Path] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
-
-
-def shown_text(text: object) -> str:
-    """Return text that any terminal, page or picture can hold: no control characters, no halves of characters."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in str(text))
 
 
 def find_runs(folders: Iterable[Path]) -> Found:

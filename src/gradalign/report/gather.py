@@ -8,24 +8,27 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gradalign.experiment.files import COMPARISON, FAILURE, HOLDINGS, METRICS, SPEC, SUMMARY, entry_folder
-from gradalign.report.folders import Skipped, find_runs, shown_text
+from gradalign.experiment.files import COMPARISON, HOLDINGS, METRICS, SPEC, SUMMARY, entry_folder
+from gradalign.experiment.foreign import (
+    Failure,
+    UnreadableError,
+    read_bytes,
+    read_failure,
+    read_optional,
+    read_table,
+    shown_text,
+)
+from gradalign.report.folders import Skipped, find_runs
 
 State = Literal["complete", "diverged", "unfinished"]
 Row = dict[str, float]
-_LARGEST_METRICS, _LARGEST_OTHER = 512 * 2**20, 16 * 2**20
+_LARGEST_METRICS = 512 * 2**20
 _MOST_CELLS = 200_000
-
-
-class UnreadableError(Exception):
-    """A file is not what a run folder has there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class Run:
         rows: The finite numbers of every row of its metrics; each has "round".
         summary: Its summary; empty when it did not finish.
         state: How it ended.
-        failure: Why it diverged.
+        failure: Why it ended by itself before its last round.
         held: The division of the data, where the folder has it.
     """
 
@@ -93,7 +96,8 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
             continue
         if run.state == "unfinished" and not unfinished:
             rounds = f"{_last_round(run.rows):,} of {shown_text(run.spec.get('rounds', '?'))} rounds"
-            reason = f"not finished ({rounds} are written); continue it with --resume, or add --unfinished"
+            why = f": {run.failure}" if run.failure else ""
+            reason = f"not finished ({rounds} are written){why}; continue it with --resume, or add --unfinished"
             gathered.skipped.append(Skipped(folder=shown_text(folder), reason=reason))
         else:
             gathered.runs.append(run)
@@ -128,20 +132,21 @@ def _last_round(rows: Sequence[Row]) -> int:
 
 
 def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
-    spec = _read_table(folder / SPEC, toml=True)
+    spec = read_table(folder / SPEC)
     _check_spec(spec)
-    failure = _text_of(_read_optional(folder / FAILURE).get("failure"))
+    failure = read_failure(folder)
     entry, place, comparison = _place_in_comparison(folder, comparisons)
     if failure is None and comparison is not None:
         failure = _failure_in(comparisons[comparison], folder)
     complete = (folder / SUMMARY).exists()
-    if not complete and failure is None and not (folder / METRICS).exists():
+    diverged = failure is not None and failure.diverged
+    if not complete and not diverged and not (folder / METRICS).exists():
         raise UnreadableError(f"it has no {METRICS}: the run has not begun")
     rows = _read_rows(folder / METRICS) if complete or (folder / METRICS).exists() else []
-    if not rows and failure is None:
+    if not rows and not diverged:
         raise UnreadableError(f"its {METRICS} has no whole row")
-    summary = _read_table(folder / SUMMARY) if complete else {}
-    state: State = "complete" if complete else "diverged" if failure is not None else "unfinished"
+    summary = read_table(folder / SUMMARY) if complete else {}
+    state: State = "complete" if complete else "diverged" if diverged else "unfinished"
     return Run(
         folder=folder,
         entry=entry,
@@ -150,7 +155,7 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
         rows=rows,
         summary=summary,
         state=state,
-        failure=failure if state == "diverged" else None,
+        failure=failure.reason if failure is not None and not complete else None,
         held=_read_holdings(folder / HOLDINGS),
         place=place,
     )
@@ -166,45 +171,6 @@ def _check_spec(spec: Mapping[str, Any]) -> None:
         raise UnreadableError(f"the seed in its {SPEC} is not a whole number")
 
 
-def _read_bytes(path: Path, largest: int) -> bytes:
-    """Read a regular file of bounded size; a pipe or a device would wait for ever."""
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise UnreadableError(f"its {path.name} is not a file")
-        if found.st_size > largest:
-            raise UnreadableError(f"its {path.name} has {found.st_size:,} bytes, more than {largest:,}")
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise UnreadableError(f"it has no {path.name}") from None
-    except OSError as error:
-        raise UnreadableError(f"its {path.name} cannot be read: {error.strerror or error}") from None
-
-
-def _read_table(path: Path, *, toml: bool = False) -> dict[str, Any]:
-    raw = _read_bytes(path, _LARGEST_OTHER)
-    try:
-        text = raw.decode("utf-8")
-        table = tomllib.loads(text) if toml else json.loads(text)
-    except (ValueError, RecursionError):
-        raise UnreadableError(f"its {path.name} is not valid {'TOML' if toml else 'JSON'}") from None
-    if not isinstance(table, dict):
-        raise UnreadableError(f"its {path.name} is not a table")
-    return table
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    """Read a table that a run can do without."""
-    try:
-        return _read_table(path, toml=path.suffix == ".toml")
-    except UnreadableError:
-        return {}
-
-
-def _text_of(value: Any) -> str | None:
-    return shown_text(value) if isinstance(value, str) else None
-
-
 def number_of(value: Any) -> float | None:
     """Return a finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -218,7 +184,7 @@ def number_of(value: Any) -> float | None:
 
 def _read_rows(path: Path) -> list[Row]:
     """Read the rows of the metrics; a last line cut short is left out, any other that is no row spoils the file."""
-    lines = _read_bytes(path, _LARGEST_METRICS).split(b"\n")
+    lines = read_bytes(path, _LARGEST_METRICS).split(b"\n")
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -253,9 +219,9 @@ def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) 
         return None, 0, None
     above = place.parent.parent
     if above not in comparisons:
-        comparisons[above] = _read_optional(above / COMPARISON)
+        comparisons[above] = read_optional(above / COMPARISON)
         if comparisons[above]:
-            comparisons[above]["summary"] = _read_optional(above / SUMMARY)
+            comparisons[above]["summary"] = read_optional(above / SUMMARY)
     names = comparisons[above].get("algorithms")
     if not isinstance(names, list):
         return None, 0, None
@@ -265,7 +231,7 @@ def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) 
     return None, 0, None
 
 
-def _failure_in(comparison: Mapping[str, Any], folder: Path) -> str | None:
+def _failure_in(comparison: Mapping[str, Any], folder: Path) -> Failure | None:
     """Return what a comparison's summary says of a run that diverged."""
     place = Path(os.path.abspath(folder))
     wanted = f"{place.parent.name}/{place.name}"
@@ -274,12 +240,13 @@ def _failure_in(comparison: Mapping[str, Any], folder: Path) -> str | None:
         runs = entry.get("runs") if isinstance(entry, dict) else None
         for run in runs if isinstance(runs, list) else []:
             if isinstance(run, dict) and run.get("folder") == wanted:
-                return _text_of(run.get("failure"))
+                reason = run.get("failure")
+                return Failure(reason=shown_text(reason), diverged=True) if isinstance(reason, str) else None
     return None
 
 
 def _read_holdings(path: Path) -> Held | None:
-    table = _read_optional(path)
+    table = read_optional(path)
     counts, names, clients = table.get("counts"), table.get("names"), table.get("clients")
     if not isinstance(counts, list) or not isinstance(names, list) or not names or not counts:
         return None

@@ -17,8 +17,9 @@ from importlib.resources import files
 from typing import Any
 
 from gradalign._version import __version__
+from gradalign.experiment.foreign import shown_text
 from gradalign.report.experiments import Experiment
-from gradalign.report.folders import Skipped, shown_text
+from gradalign.report.folders import Skipped
 from gradalign.report.markup import COLOURS, text
 from gradalign.report.plots import divisions
 from gradalign.report.sections import experiment_section

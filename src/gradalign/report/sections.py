@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gradalign.experiment.foreign import shown_text
 from gradalign.report.appendix import repeat_part, settings_part
 from gradalign.report.experiments import Experiment, shown_value
-from gradalign.report.folders import shown_text
 from gradalign.report.markup import folded, heads, swatch, table_of, text, wide_table
 from gradalign.report.order import PAPER_RULE, RULE, overall
 from gradalign.report.plots import curves_part, holdings_part
