@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradalign.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.server import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.tasks.data import PartitionedClients
+    from gradalign.tasks.holdout import hold_out
     from gradalign.tasks.task import Task
 
 _HOMES = {
@@ -48,6 +49,7 @@ _HOMES = {
     "gradalign.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
     "gradalign.server": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),
     "gradalign.tasks.data": ("PartitionedClients",),
+    "gradalign.tasks.holdout": ("hold_out",),
     "gradalign.tasks.task": ("Task",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -78,6 +80,7 @@ __all__ = [
     "Task",
     "Warmup",
     "__version__",
+    "hold_out",
     "run",
 ]
 

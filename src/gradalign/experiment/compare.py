@@ -12,7 +12,7 @@ from typing import Any
 
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.api import Where, run_spec
-from gradalign.experiment.build import build_federation, build_task
+from gradalign.experiment.build import build_federation, task_of
 from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.runner import Row, rounds_to, versions
 from gradalign.experiment.scale import describe_scale
@@ -88,9 +88,9 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
 
 def _task_of(one: Planned, made: dict[str, Task]) -> Task:
     """Return a run's task; algorithms of one seed share it: the same clients, read once."""
-    key = repr((one.seed, one.spec.task))
+    key = repr((one.seed, one.spec.task, one.spec.clients.holdout))
     if key not in made:
-        made[key] = build_task(one.spec.task.name, seed=one.seed, options=one.spec.task.options())
+        made[key] = task_of(one.spec)
     return made[key]
 
 

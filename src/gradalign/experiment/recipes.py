@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -26,6 +26,8 @@ from gradalign.experiment.spec import (
     validate,
 )
 from gradalign.server import ServerRule
+
+_Table = TypeVar("_Table", bound=Section)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,8 @@ class LocalSpec(Section):
     lr: Positive | ScheduleSpec = 0.1
     steps: Count | None = None
     epochs: Count | None = None
-    batch_size: Count | None = None
+    batch_size: Count | Literal["whole"] | None = None
+    """Left out, or "whole": all of the client."""
     weight_decay: NotNegative = 0.0
     momentum: Share = 0.0
     clip_norm: Positive | None = None
@@ -86,6 +87,8 @@ class ClientsSpec(Section):
     per_round: Count | None = None
     weights: Literal["uniform", "examples"] = "uniform"
     dropout: Share = 0.0
+    holdout: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The share of each client's examples that is not trained on and takes the test set's place; see ``hold_out``."""
     min_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
@@ -173,6 +176,9 @@ class Spec(Section):
         return self.model_dump(exclude_none=True)
 
 
+_BATCH_BRANCHES = ("constrained-int", "literal['whole']")
+
+
 def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     """Return the keys of the table that an unknown key was found in."""
     model: Any = root
@@ -186,7 +192,9 @@ def explain(error: ValidationError, source: str, root: type[BaseModel] | None = 
     """Turn pydantic's report into one sentence: where, what is allowed, what was given."""
     problems = [problem for problem in error.errors() if not _is_other_branch(problem)] or error.errors()
     first = problems[0]
-    location = tuple(step for step in first["loc"] if step not in ("float", "constrained-float", "ScheduleSpec"))
+    location = tuple(
+        step for step in first["loc"] if step not in ("float", "constrained-float", "ScheduleSpec", *_BATCH_BRANCHES)
+    )
     where = ".".join(str(step) for step in location)
     if first["type"] == "extra_forbidden":
         allowed = _allowed(location, root or Spec)

@@ -46,8 +46,11 @@ def _data_line(task: Mapping[str, Any] | None) -> str:
     words = [f"{task['clients']} clients"]
     if "train_examples" in task:
         words.append(f"{task['train_examples']:,} training examples")
-    words.append(f"{task['test_examples']:,} test examples")
-    known = ("name", "clients", "train_examples", "test_examples", "examples_per_client")
+    if "validation_examples" in task:
+        words.append(f"{task['validation_examples']:,} validation examples held out from training")
+    else:
+        words.append(f"{task['test_examples']:,} test examples")
+    known = ("name", "clients", "train_examples", "test_examples", "validation_examples", "examples_per_client")
     words += [str(value) for key, value in task.items() if key not in known]
     return f"{task['name']}: " + ", ".join(words)
 
@@ -80,6 +83,11 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
         ("time", f"{summary['seconds']:.1f} s"),
         ("folder", str(folder)),
     ]
+    if summary.get("final_validation_accuracy") is not None:
+        final, best = summary["final_validation_accuracy"], summary["best_validation_accuracy"]
+        rows[2] = ("validation accuracy", f"{final:.2%} (best {best:.2%})")
+    if summary.get("final_validation_loss") is not None:
+        rows[3] = ("validation loss", _number(summary["final_validation_loss"]))
     if summary.get("scale"):
         rows.insert(2, ("scale", summary["scale"]))
     if summary.get("paper"):
