@@ -39,9 +39,10 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
     if not 0.0 < share < 1.0:
         raise GradalignError(f"the share to hold out must be between 0 and 1, got {share:g}")
     if isinstance(task.clients, PartitionedClients):
-        clients, validation = _split_partition(task.clients, share, seed)
+        split: tuple[Sequence[Any], Examples | None] = _split_partition(task.clients, share, seed)
     else:
-        clients, validation = _split_entries(task, share, seed)
+        split = _split_entries(task, share, seed)
+    clients, validation = split
     if validation is None or len(validation) == 0:
         raise GradalignError(
             f"holding out {share:g} of each client of the task {task.name} gives no validation example; "
