@@ -53,6 +53,7 @@ class Purpose(IntEnum):
     EVALUATE = 11
     CLIENT = 12
     HOLDOUT = 13
+    SWEEP = 14
 
 
 def stream_seed(seed: int, purpose: Purpose, *keys: int) -> int:

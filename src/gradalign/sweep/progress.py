@@ -1,0 +1,79 @@
+"""What a sweep shows while it runs, on standard error: a line for each stage, and in a terminal a bar with the time left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, TaskID
+
+from gradalign.experiment.progress import accuracy_note, make_progress
+
+_SPEED_SECONDS = 1800.0
+
+
+class SweepBar:
+    """Counts rounds over all stages. Trials that end early, or that others do, count whole: they need no more time."""
+
+    def __init__(self, console: Console, progress: Progress | None, units: Mapping[str, int]) -> None:
+        self._console, self._progress = console, progress
+        self._units = dict(units)
+        self._done: dict[str, int] = {}
+        self._label, self._rounds, self._stage = "", 1, ""
+        self._bar: TaskID | None = None
+        if progress is not None:
+            self._bar = progress.add_task("sweep", total=sum(units.values()), note="")
+
+    def say(self, text: str) -> None:
+        """Print one line above the bar."""
+        self._console.print(escape(text), soft_wrap=True, highlight=False)
+
+    def begin(self, stage: str, trials: int, rounds: int) -> None:
+        """Start on a stage whose size is known now."""
+        self._stage, self._rounds = stage, rounds
+        self._units[stage] = trials * rounds
+        self._show("")
+
+    def settled(self, trials: int, running: str) -> None:
+        """Note how many of the stage's trials are done, by anyone."""
+        self._done[self._stage] = trials * self._rounds
+        self._label = running
+        self._show("")
+
+    def row(self, row: Mapping[str, Any], label: str) -> None:
+        """Note a round of the trial at work."""
+        self._label = label
+        self._show(accuracy_note(row), row["round"])
+
+    def _show(self, note: str, rounds: int = 0) -> None:
+        if self._progress is None or self._bar is None:
+            return
+        self._progress.update(
+            self._bar,
+            description=escape(f"{self._stage}: {self._label}" if self._label else self._stage),
+            total=sum(self._units.values()),
+            completed=sum(self._done.values()) + rounds,
+            note=note,
+        )
+
+
+@contextmanager
+def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[SweepBar]:
+    """Show a sweep's progress inside the block, given (stage, trials, rounds) as far as they are known."""
+    units = {stage: trials * rounds for stage, trials, rounds in sizes}
+    if not show:
+        yield SweepBar(Console(stderr=True), None, units)
+        return
+    with make_progress(speed_seconds=_SPEED_SECONDS) as progress:
+        yield SweepBar(progress.console, progress, units)
+
+
+def percent(score: float | None) -> str:
+    """Return a score in words: an accuracy, or the loss that it is minus of."""
+    if score is None or not math.isfinite(score):
+        return "–"
+    return f"accuracy {100 * score:.2f} %" if score >= 0 else f"loss {-score:.4g}"
