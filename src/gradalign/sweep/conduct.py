@@ -157,7 +157,7 @@ class Conductor:
         except BaseException:
             book.release(claim)
             raise
-        book.settle(claim, ended.state, ended.score, ended.facts | {"folder": str(place)})
+        book.settle(claim, ended.state, ended.score, {**ended.facts, "folder": str(place)})
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.build import accepted_parameters, build_algorithm
+from gradalign.experiment.build import ALGORITHMS, accepted_parameters, algorithm_names
 from gradalign.experiment.spec import ScheduleSpec, Spec, SweepSpec, explain, merge
 
 Value = float | int | str
@@ -61,10 +61,10 @@ def parse_grid(words: Iterable[str]) -> Lists:
             raise GradalignError(f"--grid {name} is given twice; put all its values into one list")
         lists[name] = [_number(name, value) for value in values]
     try:
-        SweepSpec.model_validate(lists)
+        checked = SweepSpec.model_validate(lists)
     except ValidationError as error:
         raise explain(error, "--grid", SweepSpec) from None
-    return {name: _distinct(values) for name, values in lists.items()}
+    return {name: _distinct(getattr(checked, name)) for name in lists}
 
 
 def _number(name: str, text: str) -> Value:
@@ -132,7 +132,7 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
 
 
 def _one_step(spec: Spec) -> bool:
-    return build_algorithm(spec.algorithm, spec.server).one_step
+    return any(ALGORITHMS[name].one_step for name in algorithm_names(spec.algorithm.name) if name in ALGORITHMS)
 
 
 def apply_point(tables: Mapping[str, Any], point: Mapping[str, Value]) -> dict[str, Any]:

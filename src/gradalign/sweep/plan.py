@@ -79,7 +79,7 @@ class SweepPlan:
 
     def describe(self) -> dict[str, Any]:
         """Return all that decides which trials are made and what comes of them, as plain values."""
-        return _plain(
+        plain: dict[str, Any] = _plain(
             {
                 "name": self.name,
                 "algorithm": self.search.entry,
@@ -93,6 +93,7 @@ class SweepPlan:
                 "recipes": {entry: self.recipe.tables_for(entry) for entry in self.entries()},
             }
         )
+        return plain
 
 
 def _plain(data: Any) -> Any:

@@ -100,9 +100,8 @@ class TrialRunner:
 
         state: State = "complete"
         try:
-            run_spec(
-                spec, replace(self._where, out=folder, resume=True, progress=False), task=self.task(spec), on_row=note
-            )
+            where = replace(self._where, out=folder, resume=True, progress=False)
+            run_spec(spec, where, task=self.task(spec), on_row=note)
         except DivergedError:
             state = "diverged"
         except optuna.TrialPruned:
@@ -111,7 +110,7 @@ class TrialRunner:
         if not checked:  # the run was complete already, in a process that died before it could say so
             _report(trial, rows, threshold, spec.rounds, scored)
         score = score_of(rows[-1], scored) if state == "complete" else None
-        return Ended(state=state, score=score, facts=_facts(rows, scored, spec, folder))
+        return Ended(state=state, score=score, facts=_facts(rows, scored, spec))
 
 
 def _report(trial: optuna.Trial | None, rows: list[Row], threshold: float, rounds: int, scored: Scored) -> bool:
@@ -124,7 +123,7 @@ def _report(trial: optuna.Trial | None, rows: list[Row], threshold: float, round
     return False
 
 
-def _facts(rows: list[Row], scored: Scored, spec: Spec, folder: Path) -> dict[str, Any]:
+def _facts(rows: list[Row], scored: Scored, spec: Spec) -> dict[str, Any]:
     measured = [row for row in rows if score_of(row, scored) is not None]
     last = measured[-1] if measured else {}
     return {
@@ -133,5 +132,4 @@ def _facts(rows: list[Row], scored: Scored, spec: Spec, folder: Path) -> dict[st
         "rounds_done": rows[-1]["round"] if rows else 0,
         "rounds": spec.rounds,
         "seconds": rows[-1]["seconds"] if rows else 0.0,
-        "folder": str(folder),
     }
