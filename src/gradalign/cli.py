@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradalign import data_cli, theory_cli
+from gradalign import data_cli, sweep_cli, theory_cli
 from gradalign._version import __version__
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.launch import rank, under_torchrun
@@ -236,6 +236,7 @@ def show(
             print_shown(Console(), shown, folder)
 
 
+sweep_cli.register(app)
 theory_cli.register(app)
 data_cli.register(app)
 

@@ -18,10 +18,10 @@ from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, read_
 
 
 def _percent(spread: Mapping[str, float | None] | None) -> str:
-    return _spread(spread, ".2f", 100.0)
+    return spread_words(spread, ".2f", 100.0)
 
 
-def _spread(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
+def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
     """Return mean ± std; one seed alone has no deviation."""
     if spread is None or spread["mean"] is None:
         return "–"
@@ -104,7 +104,7 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
     if spread is None:
         return "not reached"
     partly = f" ({entry['reached_target']} of {runs})" if entry["reached_target"] < runs else ""
-    return _spread(spread, ".1f") + partly
+    return spread_words(spread, ".1f") + partly
 
 
 def _seeds(summary: Mapping[str, Any]) -> str:
@@ -134,10 +134,10 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
             *(
                 (_percent(entry["best_test_accuracy"]), _percent(entry["final_test_accuracy"]))
                 if scored
-                else (_spread(entry["final_test_loss"], ".4g"),)
+                else (spread_words(entry["final_test_loss"], ".4g"),)
             ),
             _target_cell(entry),
-            _spread(entry["final_r"], ".2g"),
+            spread_words(entry["final_r"], ".2g"),
             *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []),
         )
     console.print(table)

@@ -54,11 +54,12 @@ def open_storage(url: str) -> RDBStorage:
                 time.sleep(0.2 * (attempt + 1))
                 continue
             reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
-            raise GradalignError(f"cannot use the storage {_without_password(url)}: {reason}") from None
+            raise GradalignError(f"cannot use the storage {without_password(url)}: {reason}") from None
     raise AssertionError("unreachable")
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """Return a storage URL that may be shown and kept."""
     scheme, separator, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
     return f"{scheme}{separator}{login.partition(':')[0]}{at}{place}" if at else url

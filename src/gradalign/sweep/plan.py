@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation
 from gradalign.experiment.compare import COMPARISON
 from gradalign.experiment.recipes import Recipe, unused_changes
-from gradalign.experiment.spec import Spec
+from gradalign.experiment.spec import Spec, SweepSpec, explain
 from gradalign.experiment.store import SPEC, differing_fields, locked, read_toml, refuse_strangers, write_toml
 from gradalign.sweep.grid import Lists, Point, choose_lists, combinations
 from gradalign.sweep.protocol import Search, baseline_of
@@ -79,7 +80,7 @@ class SweepPlan:
 
     def describe(self) -> dict[str, Any]:
         """Return all that decides which trials are made and what comes of them, as plain values."""
-        plain: dict[str, Any] = _plain(
+        found: dict[str, Any] = plain(
             {
                 "name": self.name,
                 "algorithm": self.search.entry,
@@ -93,18 +94,23 @@ class SweepPlan:
                 "recipes": {entry: self.recipe.tables_for(entry) for entry in self.entries()},
             }
         )
-        return plain
+        return found
 
 
-def _plain(data: Any) -> Any:
+def plain(data: Any) -> Any:
     """Leave out what is not set, which TOML cannot say."""
     if isinstance(data, Mapping):
-        return {str(key): _plain(value) for key, value in data.items() if value is not None}
-    return [_plain(value) for value in data] if isinstance(data, list | tuple) else data
+        return {str(key): plain(value) for key, value in data.items() if value is not None}
+    return [plain(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def plan_sweep(recipe: Recipe, algorithm: str | None, given: Lists, choices: Choices) -> SweepPlan:
     """Decide everything and check it, so that no mistake shows itself after hours."""
+    numbers = {name: getattr(choices, name) for name in ("holdout", "stop_after", "margin", "finalists", "seeds")}
+    try:
+        SweepSpec.model_validate(numbers)
+    except ValidationError as error:
+        raise explain(error, "sweep", SweepSpec) from None
     own = recipe.spec()
     entry = algorithm or own.algorithm.name
     spec = recipe.spec_for(entry, own.seed)

@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs, on standard error: a line for each stage, in a terminal a bar with the time left."""
+"""What a sweep shows while it runs, on standard error: a line for each stage, in a terminal a bar and the time left."""
 
 from __future__ import annotations
 

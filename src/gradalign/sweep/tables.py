@@ -1,0 +1,59 @@
+"""What ``gradalign sweep`` prints at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradalign.experiment.tables import spread_words
+from gradalign.sweep.grid import describe_point
+from gradalign.sweep.plot import BETA, VALUES
+from gradalign.sweep.progress import percent
+from gradalign.sweep.results import BEST, TRIALS
+
+
+def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the stages, the finalists and where everything is."""
+    stages = Table(title=f"{escape(summary['name'])}: the stages")
+    for name, justify in (("stage", "left"), ("algorithm", "left"), ("trials", "right"), ("ended early", "right")):
+        stages.add_column(name, justify=justify)  # type: ignore[arg-type]
+    stages.add_column("best values", overflow="fold")
+    stages.add_column("score", justify="right")
+    for stage in summary["stages"]:
+        best = stage["best"]
+        early = str(stage["pruned"]) + (f" (+ {stage['diverged']} diverged)" if stage["diverged"] else "")
+        words = (describe_point(best["values"]), percent(best["score"])) if best else ("–", "–")
+        stages.add_row(stage["name"], escape(stage["algorithm"]), str(stage["trials"]), early, *map(escape, words))
+    console.print(stages)
+    finalists = Table(title=f"the finalists, {len(summary['seeds'])} seed{'s' if len(summary['seeds']) > 1 else ''}")
+    finalists.add_column("values", overflow="fold")
+    accuracies = any(row["test_accuracy"] for row in summary["finalists"])
+    scores = "accuracy, %" if accuracies else "loss"
+    for name in (f"validation {scores}", f"test {scores}"):
+        finalists.add_column(name, justify="right")
+    for row in summary["finalists"]:
+        scale, form = (100.0, ".2f") if accuracies else (-1.0, ".4g")
+        tested = row["test_accuracy" if accuracies else "test_loss"]
+        mark = "[bold]" if row["chosen"] else ""
+        finalists.add_row(
+            f"{mark}{escape(describe_point(row['values']))}" + (" (chosen)" if row["chosen"] else ""),
+            spread_words(row["validation_score"], form, scale),
+            spread_words(tested, form, abs(scale)) + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
+        )
+    console.print(finalists)
+    console.print(
+        "chosen by validation on training data that was held out; tested after training on all training data; "
+        "mean ± standard deviation over the seeds",
+        soft_wrap=True,
+    )
+    places = {"best values": BEST, "all trials": TRIALS, "accuracy over β": BETA, "accuracy over each value": VALUES}
+    for what, file in places.items():
+        if (folder / file).exists():
+            console.print(f"{what}: {escape(str(folder / file))}", soft_wrap=True)
+    if summary.get("report"):
+        console.print(f"report: {escape(str(summary['report']))}", soft_wrap=True)
