@@ -42,12 +42,18 @@ def sweep(
     ] = None,
     margin: Annotated[
         float | None,
-        typer.Option("--margin", help="Poor is below the best there by more than this share of it (0.1)."),
+        typer.Option("--margin", help="Poor is below the best there by more than this share of it (0.2)."),
     ] = None,
     finalists: Annotated[
         int | None, typer.Option("--finalists", min=1, help="How many of the best are tried with more seeds (3).")
     ] = None,
     seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="With how many seeds (3).")] = None,
+    test_beta: Annotated[
+        bool,
+        typer.Option(
+            "--test-beta", help="In the end, score every β of the search on the test set: the paper's figure."
+        ),
+    ] = False,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -112,6 +118,7 @@ def sweep(
             margin=margin,
             finalists=finalists,
             seeds=seeds,
+            test_beta=test_beta,
         )
         loaded = load_recipe(recipe, settings or (), seed, task)
         where = Where(workers=workers, checkpoint_seconds=checkpoint_seconds)

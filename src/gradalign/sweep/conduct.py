@@ -22,7 +22,8 @@ from gradalign.sweep.trial import TrialRunner, folder_name
 from gradalign.sweep.workers import Worker
 
 _POLL_SECONDS = 0.5
-FINALISTS, TEST = "finalists", "test"
+FINALISTS, TEST, TEST_BETA = "finalists", "test", "test-beta"
+_FINAL = (FINALISTS, TEST, TEST_BETA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Found:
         finalists: The best of ``tuned``, best first.
         validated: The finalists with the further seeds, on held-out training data.
         tested: The finalists with all seeds, trained on all training data and scored on the test set.
+        tested_betas: Every β of the search likewise, with one seed, when it was asked for.
     """
 
     tuned: list[Outcome]
@@ -42,10 +44,11 @@ class Found:
     finalists: list[Outcome]
     validated: list[Outcome]
     tested: list[Outcome]
+    tested_betas: list[Outcome]
 
     def all(self) -> list[Outcome]:
         """Return every trial, in the order of the stages."""
-        return [*self.baseline, *self.tuned, *self.validated, *self.tested]
+        return [*self.baseline, *self.tuned, *self.validated, *self.tested, *self.tested_betas]
 
 
 class Conductor:
@@ -66,7 +69,7 @@ class Conductor:
         self._worker, self._bar, self._on_outcomes = worker, bar, on_outcomes
         self._runner = TrialRunner(where, plan.stop_after)
         self._outcomes: dict[str, list[Outcome]] = {}
-        self._stages = len(plan.search.sizes()) + (2 if plan.seeds > 1 else 1)
+        self._stages = len(plan.search.sizes()) + (2 if plan.seeds > 1 else 1) + plan.test_beta
 
     def run(self) -> Found:
         """Go through all stages; what other processes do is waited for, what is done already is taken as it is."""
@@ -81,7 +84,21 @@ class Conductor:
         later = [job for job in jobs if job.seed != self._plan.seed]
         validated = self._final_stage(FINALISTS, later, "on held-out training data") if later else []
         tested = self._final_stage(TEST, jobs, "trained on all training data, scored on the test set")
-        return Found(tuned=tuned, baseline=baseline, finalists=finalists, validated=validated, tested=tested)
+        return Found(
+            tuned=tuned,
+            baseline=baseline,
+            finalists=finalists,
+            validated=validated,
+            tested=tested,
+            tested_betas=self._test_betas(tuned) if self._plan.test_beta else [],
+        )
+
+    def _test_betas(self, tuned: Sequence[Outcome]) -> list[Outcome]:
+        """Score what the search for β tried on the test set; by now everything is decided."""
+        points = [one.point for one in tuned if one.stage in ("beta-coarse", "beta-fine")]
+        jobs = [Job(slot=slot, seed=self._plan.seed, point=point) for slot, point in enumerate(points)]
+        stage = Stage(name=TEST_BETA, entry=self._plan.search.entry, lists={})
+        return self._work(stage, jobs, NopPruner(), "every beta of the search, scored on the test set")
 
     def _search_stage(self, stage: Stage, known: Sequence[Outcome]) -> list[Outcome]:
         seed = self._plan.seed
@@ -141,8 +158,8 @@ class Conductor:
 
     def _try(self, book: StageBook, stage: Stage, claim: Claim) -> None:
         """Do one trial; whatever stops it gives it back."""
-        job, test = claim.job, stage.name == TEST
-        searching = stage.name not in (TEST, FINALISTS)
+        job, test = claim.job, stage.name in (TEST, TEST_BETA)
+        searching = stage.name not in _FINAL
         name = folder_name(job.slot, claim.point) + ("" if searching else f"_seed{job.seed}")
         place = Path("trials") / stage.name / name
         label = describe_point({key: claim.point[key] for key in stage.lists} or claim.point)
@@ -167,9 +184,7 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     words += [f"{counts['pruned']} ended early"] if counts["pruned"] else []
     words += [f"{counts['diverged']} diverged"] if counts["diverged"] else []
     complete = [one for one in outcomes if one.score is not None]
-    if not complete:
+    if not complete or complete[0].stage in _FINAL:  # of those, means over the seeds are what counts
         return ", ".join(words)
     best = max(complete, key=lambda one: one.score or 0.0)
-    scored = "test" if best.stage == TEST else "validation"
-    seed = f", seed {best.seed}" if best.stage in (TEST, FINALISTS) else ""
-    return f"{', '.join(words)}; best {describe_point(best.point)}{seed}: {scored} {percent(best.score)}"
+    return f"{', '.join(words)}; best {describe_point(best.point)}: validation {percent(best.score)}"

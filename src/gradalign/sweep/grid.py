@@ -153,6 +153,11 @@ def combinations(lists: Mapping[str, Sequence[Value]]) -> list[Point]:
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
 
 
+def ordered(point: Mapping[str, Value]) -> Point:
+    """Return a point with its values in the order in which they are always shown."""
+    return {name: point[name] for name in PLACES if name in point}
+
+
 def fine_values(best: float, coarse: Sequence[float]) -> list[float]:
     """Return values around the best of a coarse list: two on either side, evenly spaced in ratio up to its neighbours.
 

@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from gradalign.errors import GradalignError
 from gradalign.experiment.store import differing_fields
 from gradalign.seeding import Purpose, stream_seed
-from gradalign.sweep.grid import Point, Value
+from gradalign.sweep.grid import Point, Value, ordered
 from gradalign.sweep.protocol import Outcome, State
 from gradalign.sweep.workers import Worker, has_died
 
@@ -190,7 +190,8 @@ class StageBook:
         trial = optuna.Trial(self.study, number)
         if job.point is not None:
             return Claim(job=job, point=job.point, trial=trial)
-        point = self._fixed | {name: _suggested(trial, name, values) for name, values in self._lists.items()}
+        suggested = {name: _suggested(trial, name, values) for name, values in self._lists.items()}
+        point = ordered(self._fixed | suggested)
         trial.set_user_attr("point", point)
         return Claim(job=job, point=point, trial=trial)
 

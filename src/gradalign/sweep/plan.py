@@ -38,6 +38,7 @@ class Choices:
     margin: float | None = None
     finalists: int | None = None
     seeds: int | None = None
+    test_beta: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class SweepPlan:
         margin: How far below the best that is; see ``clearly_below``.
         finalists: How many of the best trials go on.
         seeds: With how many seeds they do.
+        test_beta: Whether every β of the search is scored on the test set in the end, for the paper's figure.
     """
 
     recipe: Recipe
@@ -63,6 +65,7 @@ class SweepPlan:
     margin: float
     finalists: int
     seeds: int
+    test_beta: bool = False
 
     @property
     def name(self) -> str:
@@ -128,9 +131,10 @@ def plan_sweep(recipe: Recipe, algorithm: str | None, given: Lists, choices: Cho
         seed=own.seed,
         holdout=choose("holdout", 0.1),
         stop_after=choose("stop_after", 0.2),
-        margin=choose("margin", 0.1),
+        margin=choose("margin", 0.2),
         finalists=choose("finalists", 3),
         seeds=choose("seeds", 3),
+        test_beta=choices.test_beta and baseline is not None,
     )
     unused = unused_changes(recipe, plan.entries())
     if unused:

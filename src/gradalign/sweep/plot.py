@@ -76,11 +76,13 @@ def draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, An
         axes.plot(xs, ys, marker, color=COLOURS[0], markerfacecolor=filled, label=f"  {stage.removeprefix('beta-')}")
     ended = [float(one.point["beta"]) for one in searched if one.score is None]
     if ended:
-        axes.plot(ended, [min(heights)] * len(ended), "x", color="#999999", label="ended early or diverged (no height)")
+        low: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        axes.plot(ended, [0.02] * len(ended), "x", color="#999999", label="ended early or diverged", **low)
     if summary["baseline_best"] is not None:
         level = _height(summary["baseline_best"]["validation_score"], accuracies)
         label = f"validation, tuned {plan.search.baseline}"
         axes.axhline(level, color=COLOURS[6], linestyle="--", linewidth=1, label=label)
+    _draw_tested(axes, found, accuracies)
     all_betas = betas + ended + _draw_finalists(axes, summary, accuracies)
     _scale(axes, all_betas)
     axes.set_xlabel("β")
@@ -88,6 +90,14 @@ def draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, An
     axes.set_title(f"{plan.name}: {describe_point(_fixed(scored[0]))}", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     _save(figure, folder / BETA)
+
+
+def _draw_tested(axes: Axes, found: Found, accuracies: bool) -> None:
+    """Draw the test accuracy of every β of the search, where it was asked for: the paper's figure."""
+    known = sorted((float(one.point["beta"]), one.score) for one in found.tested_betas if one.score is not None)
+    if known:
+        heights = [_height(score, accuracies) for _, score in known]
+        axes.plot([beta for beta, _ in known], heights, "^-", color=COLOURS[2], linewidth=1.2, label="test, one seed")
 
 
 def _fixed(one: Outcome) -> dict[str, Any]:
@@ -100,10 +110,14 @@ def _draw_finalists(axes: Axes, summary: dict[str, Any], accuracies: bool) -> li
     seeds = len(summary["seeds"])
     rows = [row for row in summary["finalists"] if row[what] is not None]
     label = f"finalists on the test set, {seeds} seed{'s' if seeds > 1 else ''}, other values tuned too"
+    drawn: list[float] = []
     for row in rows:
+        beta = float(row["values"]["beta"])
+        beside = 1.0 + 0.06 * drawn.count(beta)  # finalists often share their β: side by side
+        drawn.append(beta)
         deviation = scale * (row[what]["std"] or 0.0)
         axes.errorbar(
-            [row["values"]["beta"]],
+            [beta * beside],
             [scale * row[what]["mean"]],
             yerr=[deviation],
             fmt="D",
@@ -112,7 +126,7 @@ def _draw_finalists(axes: Axes, summary: dict[str, Any], accuracies: bool) -> li
             capsize=3,
             label=label if row is rows[0] else None,
         )
-    return [float(row["values"]["beta"]) for row in rows]
+    return drawn
 
 
 def draw_values(folder: Path, plan: SweepPlan, found: Found) -> None:

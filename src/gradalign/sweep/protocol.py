@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import algorithm_names
-from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_values
+from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_values, ordered
 
 State = Literal["complete", "pruned", "diverged", "running"]
 _WITHOUT_ALIGNMENT = {"fedga": "fedavg", "gradalign": "largebatchsgd"}
@@ -39,7 +39,7 @@ class Stage:
 
     def points(self) -> list[Point]:
         """Return every combination of the stage's values."""
-        return [self.fixed | point for point in combinations(self.lists)]
+        return [ordered(self.fixed | point) for point in combinations(self.lists)]
 
 
 @dataclass(frozen=True, kw_only=True)

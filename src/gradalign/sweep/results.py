@@ -13,7 +13,7 @@ from typing import Any
 from gradalign.experiment.runner import versions
 from gradalign.experiment.spec import merge
 from gradalign.experiment.store import SUMMARY, write_atomically, write_json, write_toml
-from gradalign.sweep.conduct import Found
+from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Found
 from gradalign.sweep.grid import PLACES, Point, apply_point, shown
 from gradalign.sweep.plan import SweepPlan, plain
 from gradalign.sweep.protocol import Outcome, best_of
@@ -113,7 +113,7 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
 
 
 def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    complete = [one for one in outcomes if one.score is not None]
+    complete = [one for one in outcomes if one.score is not None and name not in (FINALISTS, TEST, TEST_BETA)]
     best = max(complete, key=lambda one: one.score or 0.0) if complete else None
     return {
         "name": name,
@@ -121,7 +121,7 @@ def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "trials": len(outcomes),
         **{state: sum(one.state == state for one in outcomes) for state in ("complete", "pruned", "diverged")},
         "seconds": round(sum(float(one.facts.get("seconds") or 0.0) for one in outcomes), 3),
-        "best": None if best is None else {"values": best.point, "seed": best.seed, "score": best.score},
+        "best": None if best is None else {"values": best.point, "score": best.score},
     }
 
 

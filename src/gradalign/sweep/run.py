@@ -12,7 +12,7 @@ from optuna.storages import RDBStorage
 from gradalign.errors import GradalignError
 from gradalign.experiment.api import Where
 from gradalign.experiment.store import METRICS, locked
-from gradalign.sweep.conduct import FINALISTS, TEST, Conductor, Found
+from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Conductor, Found
 from gradalign.sweep.ledger import open_storage, register_sweep, without_password
 from gradalign.sweep.plan import DATABASE, SweepPlan, open_folder
 from gradalign.sweep.progress import sweep_bar
@@ -66,7 +66,9 @@ def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
     rounds = plan.spec(plan.search.entry, {}).rounds
     finalists = min(plan.finalists, sum(trials for name, trials, _ in sizes if name != "baseline"))
     later = [(FINALISTS, finalists * (plan.seeds - 1), rounds)] if plan.seeds > 1 else []
-    return [*sizes, *later, (TEST, finalists * plan.seeds, rounds)]
+    betas = sum(trials for name, trials, _ in sizes if name.startswith("beta-"))
+    figure = [(TEST_BETA, betas, rounds)] if plan.test_beta else []
+    return [*sizes, *later, (TEST, finalists * plan.seeds, rounds), *figure]
 
 
 def _write_report(folder: Path, found: Found) -> str | None:
