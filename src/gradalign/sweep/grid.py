@@ -126,8 +126,9 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
     wrong = [name for name in foreign if name in given]
     if wrong:
         raise GradalignError(f"--grid {wrong[0]}: {spec.algorithm.name} has no such parameter")
-    if _one_step(spec):
-        foreign += [name for name in ("K", "epochs") if name not in given]
+    if _one_step(spec) and not {"K", "epochs"} & set(given):
+        lists.pop("epochs", None)
+        lists["K"] = [1]
     return {name: values for name, values in lists.items() if name not in foreign}
 
 

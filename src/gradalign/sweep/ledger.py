@@ -9,6 +9,7 @@ are found by their lock, or by a heartbeat that stands still, and are claimed an
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 import warnings
@@ -22,6 +23,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import RDBStorage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from gradalign.errors import GradalignError
@@ -67,12 +69,20 @@ def without_password(url: str) -> str:
 
 def register_sweep(storage: RDBStorage, study: str, description: Mapping[str, Any]) -> None:
     """Write down what is swept, or compare it with what the storage holds under this name."""
-    mine = json.loads(json.dumps(description))
     try:
-        storage.set_study_user_attr(storage.create_new_study(_DIRECTION, study), _DESCRIPTION, mine)
-        return
+        number = storage.create_new_study([StudyDirection.MAXIMIZE], study)
+        storage.set_study_user_attr(number, _DESCRIPTION, dict(description))
     except DuplicatedStudyError:
+        check_sweep(storage, study, description)
+
+
+def check_sweep(storage: RDBStorage, study: str, description: Mapping[str, Any]) -> None:
+    """Refuse a storage that holds something else under this name."""
+    try:
         number = storage.get_study_id_from_name(study)
+    except KeyError:
+        return
+    mine = json.loads(json.dumps(description))
     until = time.monotonic() + _PATIENCE_SECONDS
     while _DESCRIPTION not in (attributes := storage.get_study_user_attrs(number)):
         # Whoever made it writes it down next, unless it is not one of ours.
@@ -87,9 +97,6 @@ def register_sweep(storage: RDBStorage, study: str, description: Mapping[str, An
             f'the storage holds another sweep under the name "{study}": {"; ".join(differing[:3])}; '
             "choose another --study"
         )
-
-
-_DIRECTION = [optuna.study.StudyDirection.MAXIMIZE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +163,17 @@ class StageBook:
         """Take the first job that nobody has; None when all are taken or done."""
         self._release_the_dead()
         owners = self.trials()
-        for job in jobs:
-            if job.key in owners:
-                continue
+        chance = random.Random()
+        job = next((job for job in jobs if job.key not in owners), None)
+        while job is not None:
             number = self._storage.create_new_trial(self._id, self._template(job))
             owners = self.trials()
             if owners[job.key]._trial_id == number:
                 return self._begin(job, number)
-            self._storage.set_trial_state_values(number, TrialState.FAIL)  # another process was first
+            # Another process was first. Try anywhere, lest the two go on in step.
+            self._storage.set_trial_state_values(number, TrialState.FAIL)
+            free = [job for job in jobs if job.key not in owners]
+            job = chance.choice(free) if free else None
         return None
 
     def _template(self, job: Job) -> FrozenTrial:

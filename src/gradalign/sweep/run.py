@@ -13,7 +13,7 @@ from gradalign.errors import GradalignError
 from gradalign.experiment.api import Where
 from gradalign.experiment.store import METRICS, locked
 from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Conductor, Found
-from gradalign.sweep.ledger import open_storage, register_sweep, without_password
+from gradalign.sweep.ledger import check_sweep, open_storage, register_sweep, without_password
 from gradalign.sweep.plan import DATABASE, SweepPlan, open_folder
 from gradalign.sweep.progress import sweep_bar
 from gradalign.sweep.results import TrialsFile, write_results
@@ -36,7 +36,10 @@ def run_sweep(
         show: Whether to show a progress bar.
     """
     study = study or plan.name
-    opened = None if storage is None else open_storage(storage)
+    opened = None
+    if storage is not None:  # before the folder is made: a mistake leaves nothing behind
+        opened = open_storage(storage)
+        check_sweep(opened, study, plan.describe())
     open_folder(folder, plan, DATABASE if storage is None else without_password(storage), study)
     opened = opened or _own_database(folder)
     register_sweep(opened, study, plan.describe())
