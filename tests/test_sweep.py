@@ -162,7 +162,10 @@ def test_lists_of_other_algorithms_and_of_the_command_line():
 
 
 def test_a_point_takes_its_places():
-    tables = {"local": {"lr": {"kind": "cosine", "value": 0.1, "end": 0.0}, "epochs": 2}, "algorithm": {"name": "fedga"}}
+    tables = {
+        "local": {"lr": {"kind": "cosine", "value": 0.1, "end": 0.0}, "epochs": 2},
+        "algorithm": {"name": "fedga"},
+    }
     changed = apply_point(tables, {"lr": 0.3, "K": 4, "beta": 0.5, "batch": "whole"})
     assert changed["local"] == {"lr": {"kind": "cosine", "value": 0.3, "end": 0.0}, "steps": 4, "batch_size": "whole"}
     assert changed["algorithm"] == {"name": "fedga", "beta": 0.5}
@@ -195,7 +198,14 @@ def test_the_pruner_compares_at_the_same_round_only():
 def book(tmp_path: Path, worker, *, lists=None, grace: float = 120.0, name: str = "x/s") -> StageBook:
     storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
     return StageBook(
-        storage, name, worker, lists=lists or {"lr": [0.1, 0.2]}, fixed={"K": 3}, pruner=NopPruner(), seed=5, grace=grace
+        storage,
+        name,
+        worker,
+        lists=lists or {"lr": [0.1, 0.2]},
+        fixed={"K": 3},
+        pruner=NopPruner(),
+        seed=5,
+        grace=grace,
     )
 
 

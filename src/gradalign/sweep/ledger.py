@@ -197,6 +197,7 @@ class StageBook:
                 number_seed = stream_seed(self._seed, Purpose.SWEEP, job.slot) % 2**32
                 sampler = TPESampler(seed=number_seed, constant_liar=True)
         self.study.sampler = sampler
+        self.study.get_trials(deepcopy=False)  # lets the study's cache know of the new trial
         trial = optuna.Trial(self.study, number)
         if job.point is not None:
             return Claim(job=job, point=job.point, trial=trial)

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from gradalign.experiment.runner import versions
 from gradalign.experiment.spec import merge
 from gradalign.experiment.store import SUMMARY, write_atomically, write_json, write_toml
 from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Found
-from gradalign.sweep.grid import PLACES, Point, apply_point, shown
+from gradalign.sweep.grid import Point, apply_point, ordered, shown
 from gradalign.sweep.plan import SweepPlan, plain
 from gradalign.sweep.protocol import Outcome, best_of
 
@@ -22,9 +22,9 @@ TRIALS, BEST = "trials.csv", "best.toml"
 _FACTS = ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "rounds_done", "rounds", "seconds")
 
 
-def trials_table(outcomes: Sequence[Outcome]) -> str:
+def trials_table(outcomes: Sequence[Outcome], lists: Iterable[str]) -> str:
     """Return all trials as CSV: stage, values, how each ended, what it reached, what it cost."""
-    names = [name for name in PLACES if any(name in one.point for one in outcomes)]
+    names = list(ordered(dict.fromkeys(lists, 0)))
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["stage", "trial", "algorithm", "seed", *names, "state", *_FACTS, "folder", "worker"])
@@ -38,12 +38,12 @@ def trials_table(outcomes: Sequence[Outcome]) -> str:
 class TrialsFile:
     """trials.csv, written anew whenever something has changed."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path, self._before = folder / TRIALS, ""
+    def __init__(self, folder: Path, plan: SweepPlan) -> None:
+        self._path, self._lists, self._before = folder / TRIALS, plan.search.lists, ""
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
         """Write all trials known so far."""
-        text = trials_table(outcomes)
+        text = trials_table(outcomes, self._lists)
         if text != self._before:
             write_atomically(self._path, lambda file: _put(file, text))
             self._before = text
@@ -144,7 +144,7 @@ def write_results(folder: Path, plan: SweepPlan, found: Found) -> dict[str, Any]
     from gradalign.sweep.plot import draw_beta, draw_values
 
     summary = summarise_sweep(plan, found)
-    TrialsFile(folder).write(found.all())
+    TrialsFile(folder, plan).write(found.all())
     baseline: Mapping[str, Any] | None = summary["baseline_best"]
     write_toml(folder / BEST, best_recipe(plan, summary["best"], dict(baseline["values"]) if baseline else None))
     if plan.search.baseline is not None:

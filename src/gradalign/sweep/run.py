@@ -44,7 +44,7 @@ def run_sweep(
     opened = opened or _own_database(folder)
     register_sweep(opened, study, plan.describe())
     with working_in(folder) as worker, sweep_bar(_sizes(plan), show=show) as bar:
-        trials = TrialsFile(folder)
+        trials = TrialsFile(folder, plan)
         found = Conductor(plan, folder, opened, study, worker, where, bar, trials.write).run()
     summary = write_results(folder, plan, found)
     return summary | {"folder": str(folder), "report": _write_report(folder, found)}
