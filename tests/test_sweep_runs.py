@@ -172,6 +172,15 @@ def test_the_same_command_again_does_nothing_again(whole):
     assert (folder / "trials.csv").read_text() == trials
 
 
+def test_show_knows_a_sweep(whole):
+    folder, result = whole
+    assert call("show", folder).stdout.splitlines()[0] == result.stdout.splitlines()[0]
+    assert json.loads(call("show", folder, "--json").stdout)["kind"] == "sweep"
+    Path("begun").mkdir()
+    Path("begun/sweep.toml").write_text("seed = 1")
+    assert "not complete" in call("show", "begun").stdout
+
+
 def test_one_stage_with_tpe_and_another_algorithm():
     words = ("sweep", "digits", "--workers", 0, "--set", "rounds=2", "--set", "task.clients=6")
     words += ("--set", "clients.per_round=2", "--algorithm", "fedprox", "--grid", "K=1", "--seeds", 1, "--finalists", 1)
@@ -187,7 +196,7 @@ def test_one_stage_with_tpe_and_another_algorithm():
 def test_two_processes_share_one_study(tmp_path):
     storage = f"sqlite:///{tmp_path / 'shared.db'}"
     words = command(
-        *SMALL, "--set", "rounds=12", "--margin", 0.9, "--storage", storage, "--study", "ours", "--out", "s"
+        *SMALL, "--margin", 0.9, "--storage", storage, "--study", "ours", "--out", "s"
     )
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in both:
@@ -212,27 +221,27 @@ def wait_for_trials(process: subprocess.Popen, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_kill_9_and_on_without_repeating():
-    words = command(*SMALL, "--set", "rounds=15", "--out", "s")
+def test_kill_9_and_on_without_repeating(whole):
+    words = command(*SMALL, "--out", "s")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for_trials(process, 3)
-    time.sleep(0.2)  # into the middle of a trial
+    time.sleep(0.1)  # into the middle of a trial
     process.kill()
     process.communicate()
     ended = [row for row in rows_of("s") if row["state"] in ("complete", "pruned")]
     assert len(ended) < sum(STAGES.values())
     before = {row["folder"]: Path("s", row["folder"], "metrics.jsonl").stat().st_mtime_ns for row in ended}
-    call(*SMALL, "--set", "rounds=15", "--out", "s")
+    call(*SMALL, "--out", "s")
     rows = rows_of("s")
     assert Counter(row["stage"] for row in rows) == STAGES
     assert {folder: Path("s", folder, "metrics.jsonl").stat().st_mtime_ns for folder in before} == before
     assert rows[: len(ended)] == ended
-    call(*SMALL, "--set", "rounds=15", "--out", "undisturbed")
 
     def without_cost(row: dict[str, str]) -> dict[str, str]:
         return {name: value for name, value in row.items() if name not in ("seconds", "worker", "trial")}
 
-    assert [without_cost(row) for row in rows] == [without_cost(row) for row in rows_of("undisturbed")]
+    undisturbed = [without_cost(row) for row in rows_of(whole[0]) if row["stage"] != "test-beta"]
+    assert [without_cost(row) for row in rows] == undisturbed
 
 
 def test_ctrl_c_says_how_to_go_on():

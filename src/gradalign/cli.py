@@ -222,16 +222,20 @@ def tasks(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's.")],
+    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's, or a sweep's.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's spec and summary, or a comparison's table."""
+    """Show a run's spec and summary, or a comparison's or a sweep's tables."""
     with plain_errors():
         from gradalign.experiment.tables import load_shown, print_shown
 
         shown = load_shown(folder)
         if as_json:
             _print_json(shown)
+        elif shown["kind"] == "sweep":
+            from gradalign.sweep.tables import print_shown_sweep
+
+            print_shown_sweep(Console(), shown, folder)
         else:
             print_shown(Console(), shown, folder)
 

@@ -27,6 +27,7 @@ from gradalign.flat import Point
 
 SPEC, METRICS, CHECKPOINT = "spec.toml", "metrics.jsonl", "checkpoint.safetensors"
 SUMMARY, MODEL, LOCK = "summary.json", "model.safetensors", ".lock"
+SWEEP = "sweep.toml"
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

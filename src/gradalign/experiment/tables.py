@@ -14,7 +14,7 @@ from rich.table import Table
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import TASKS
 from gradalign.experiment.compare import CURVES
-from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, read_json, read_metrics, read_spec
+from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, SWEEP, read_json, read_metrics, read_spec
 
 
 def _percent(spread: Mapping[str, float | None] | None) -> str:
@@ -194,10 +194,13 @@ def load_shown(folder: Path) -> dict[str, Any]:
             "last_row": rows[-1] if rows else None,
             "summary": summary,
         }
+    if (folder / SWEEP).exists():
+        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
+        return {"kind": "sweep", "complete": summary is not None, "summary": summary}
     if (folder / SUMMARY).exists():
         return {"kind": "comparison", "complete": True, "summary": read_json(folder / SUMMARY)}
     raise GradalignError(
-        f"{folder} is neither a run folder nor a finished comparison: it has no {SPEC} and no {SUMMARY}"
+        f"{folder} is neither a run folder nor a finished comparison or sweep: it has no {SPEC} and no {SUMMARY}"
     )
 
 

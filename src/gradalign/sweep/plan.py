@@ -17,13 +17,13 @@ from gradalign.experiment.build import build_federation
 from gradalign.experiment.compare import COMPARISON
 from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.spec import Spec, SweepSpec, explain
-from gradalign.experiment.store import SPEC, differing_fields, locked, read_toml, refuse_strangers, write_toml
+from gradalign.experiment.store import SPEC, SWEEP, differing_fields, locked, read_toml, refuse_strangers, write_toml
 from gradalign.sweep.grid import Lists, Point, choose_lists, combinations
 from gradalign.sweep.protocol import Search, baseline_of
 from gradalign.sweep.trial import trial_spec
 from gradalign.tasks.task import Task
 
-SWEEP, DATABASE = "sweep.toml", "study.db"
+DATABASE = "study.db"
 DEFAULT_TRIALS = 40
 
 

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradalign.errors import GradalignError
+from gradalign.experiment.store import SUMMARY
 from gradalign.experiment.tables import spread_words
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.plot import BETA, VALUES
@@ -57,3 +59,14 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
             console.print(f"{what}: {escape(str(folder / file))}", soft_wrap=True)
     if summary.get("report"):
         console.print(f"report: {escape(str(summary['report']))}", soft_wrap=True)
+
+
+def print_shown_sweep(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
+    """Print what ``gradalign show`` found in a sweep's folder."""
+    if not shown["complete"]:
+        console.print("not complete: continue it with the command that began it", soft_wrap=True)
+        return
+    try:
+        print_sweep(console, shown["summary"], folder)
+    except (KeyError, TypeError) as error:
+        raise GradalignError(f"{folder / SUMMARY} is not a summary of this library: {error} is missing") from None
