@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradalign import data_cli, sweep_cli, theory_cli
+from gradalign import data_cli, report_cli, sweep_cli, theory_cli
 from gradalign._version import __version__
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.launch import rank, under_torchrun
@@ -178,9 +178,11 @@ def compare(
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.experiment.api import Where
         from gradalign.experiment.compare import claimed_folder, plan_comparison, run_comparison, write_comparison
+        from gradalign.experiment.files import REPORT
         from gradalign.experiment.progress import comparison_bar
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_comparison
+        from gradalign.report import write_report
         from gradalign.tasks.folders import using_data_folder
 
         loaded = load_recipe(recipe, settings or (), seed, task)
@@ -196,8 +198,9 @@ def compare(
                 with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
                     finished = run_comparison(planned, where, on_row=on_row)
                 summary = write_comparison(folder, finished, loaded.compare.curves)
+                page = write_report([folder], folder / REPORT)
         if as_json:
-            _print_json(summary | {"folder": str(folder)})
+            _print_json(summary | {"folder": str(folder), "report": str(page)})
         else:
             print_comparison(Console(), summary, folder)
         failures = [f"{run.planned.entry}, seed {run.planned.seed}: {run.failure}" for run in finished if run.failure]
@@ -243,6 +246,7 @@ def show(
 sweep_cli.register(app)
 theory_cli.register(app)
 data_cli.register(app)
+report_cli.register(app)
 
 
 def main() -> None:

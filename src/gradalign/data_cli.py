@@ -103,7 +103,8 @@ def show_data(
     with _in_folder(data_dir or context.obj):
         from gradalign.cli import _print_json
         from gradalign.experiment.build import TASKS, build_task
-        from gradalign.experiment.data_tables import holdings_of, print_holdings
+        from gradalign.experiment.data_tables import print_holdings
+        from gradalign.experiment.holders import holdings_of
         from gradalign.experiment.holdings import draw_holdings
         from gradalign.experiment.spec import parse_settings
 

@@ -18,6 +18,7 @@ from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation, make_federation
+from gradalign.experiment.holders import holdings_note
 from gradalign.experiment.progress import round_bar
 from gradalign.experiment.rounds import Federation
 from gradalign.experiment.runner import CHECKPOINT_SECONDS, Measure, Result, Row, execute
@@ -231,6 +232,8 @@ def conduct(
         folder = None
         if where.out is not None:
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
+            if folder.summary is None:
+                folder.note_holdings(holdings_note(federation.task))
         tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
 
         def note(row: Row) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import build_federation, task_of
+from gradalign.experiment.files import COMPARISON, CURVES, entry_folder
 from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.runner import Row, rounds_to, versions
 from gradalign.experiment.scale import describe_scale
@@ -31,7 +31,6 @@ from gradalign.experiment.store import (
 )
 from gradalign.tasks.task import Task
 
-CURVES, COMPARISON = "curves.png", "compare.toml"
 CURVES_SHOWN = ("test_accuracy", "test_loss", "r")
 
 
@@ -64,7 +63,7 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
     if len(set(entries)) < len(entries):
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
     first = recipe.spec().seed
-    folders = {entry: folder / re.sub(r"[^\w.+-]+", "-", entry) for entry in entries}
+    folders = {entry: folder / entry_folder(entry) for entry in entries}
     if len(set(folders.values())) < len(entries):
         raise GradalignError("--algorithms has names that would share a folder; choose names that differ in letters")
     unused = unused_changes(recipe, entries)

@@ -247,9 +247,9 @@ def execute(
         if on_row is not None:
             on_row(rows[-1])
 
-    if restored is None:
-        note(state, None)
     try:
+        if restored is None:
+            note(state, None)
         while state.round < rounds:
             # The measuring pass sees whole clients; it stands in for the gradient phase when that does too.
             reusable = known if federation.local.gradient_examples is None else {}
@@ -259,9 +259,11 @@ def execute(
             if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
-    except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
-        if folder is not None:
+    except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt) as stop:
+        if folder is not None and rows:
             folder.save_checkpoint(state, time.monotonic() - began)
+        if folder is not None and isinstance(stop, DivergedError):
+            folder.note_failure(str(stop))
         raise
     summary = summarise(rows, federation, measure) | dict(notes or {})
     model = _model(federation, state)

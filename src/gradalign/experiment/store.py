@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,33 +22,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gradalign.errors import GradalignError
+from gradalign.experiment.files import CHECKPOINT as CHECKPOINT
+from gradalign.experiment.files import FAILURE, HOLDINGS
+from gradalign.experiment.files import METRICS as METRICS
+from gradalign.experiment.files import SPEC as SPEC
+from gradalign.experiment.files import SUMMARY as SUMMARY
+from gradalign.experiment.files import write_atomically as write_atomically
 from gradalign.experiment.rounds import ServerState, Totals
 from gradalign.flat import Point
 
-SPEC, METRICS, CHECKPOINT = "spec.toml", "metrics.jsonl", "checkpoint.safetensors"
-SUMMARY, MODEL, LOCK = "summary.json", "model.safetensors", ".lock"
-SWEEP = "sweep.toml"
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        write(temporary)
-        temporary.chmod(mode)  # some writers make private files; a run folder is as open as the user's umask says
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+MODEL, LOCK = "model.safetensors", ".lock"
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -152,7 +135,7 @@ class RunFolder:
         for left_over in self.path.glob(".*.tmp"):
             left_over.unlink(missing_ok=True)  # of a process that was killed: the lock says that nobody else is here
         if not ((self.path / SPEC).exists() and self._begun()):
-            refuse_strangers(self.path, {SPEC, METRICS})
+            refuse_strangers(self.path, {SPEC, METRICS, HOLDINGS, FAILURE})
             write_toml(self.path / SPEC, self.spec)
             return
         if not resume:
@@ -182,8 +165,18 @@ class RunFolder:
         rows = read_metrics(self.path) if (self.path / METRICS).exists() else []
         last = found[0].round if found else -1
         lines = "".join(_line(row) for row in rows if row["round"] <= last)
+        (self.path / FAILURE).unlink(missing_ok=True)  # it is tried again
         write_atomically(self.path / METRICS, lambda file: _put(file, lines))
         return found
+
+    def note_holdings(self, held: Mapping[str, Any] | None) -> None:
+        """Keep who holds what, for pictures; once, since resuming does not change it."""
+        if held is not None and not (self.path / HOLDINGS).exists():
+            write_json(self.path / HOLDINGS, held)
+
+    def note_failure(self, reason: str) -> None:
+        """Keep why the run cannot go on from its checkpoint."""
+        write_json(self.path / FAILURE, {"failure": reason})
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to the metrics, visible to other processes at once."""

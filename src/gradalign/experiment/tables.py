@@ -13,8 +13,8 @@ from rich.table import Table
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import TASKS
-from gradalign.experiment.compare import CURVES
-from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, SWEEP, read_json, read_metrics, read_spec
+from gradalign.experiment.files import CURVES, REPORT, SWEEP
+from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, read_json, read_metrics, read_spec
 
 
 def _percent(spread: Mapping[str, float | None] | None) -> str:
@@ -153,6 +153,8 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     if (folder / CURVES).exists():
         console.print(f"curves: {escape(str(folder / CURVES))}", soft_wrap=True)
     console.print(f"summary: {escape(str(folder / SUMMARY))}", soft_wrap=True)
+    if (folder / REPORT).exists():
+        console.print(f"report: {escape(str(folder / REPORT))}", soft_wrap=True)
 
 
 def describe_tasks() -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation
-from gradalign.experiment.compare import COMPARISON
+from gradalign.experiment.files import COMPARISON, SPEC, SWEEP
 from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.spec import Spec, SweepSpec, explain
-from gradalign.experiment.store import SPEC, SWEEP, differing_fields, locked, read_toml, refuse_strangers, write_toml
+from gradalign.experiment.store import differing_fields, locked, read_toml, refuse_strangers, write_toml
 from gradalign.sweep.grid import Lists, Point, choose_lists, combinations
 from gradalign.sweep.protocol import Search, baseline_of
 from gradalign.sweep.trial import trial_spec

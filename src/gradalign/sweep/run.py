@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,15 @@ from optuna.storages import RDBStorage
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.api import Where
-from gradalign.experiment.store import METRICS, locked
+from gradalign.experiment.files import METRICS, REPORT
+from gradalign.experiment.store import locked
+from gradalign.report import write_report
 from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Conductor, Found
 from gradalign.sweep.ledger import check_sweep, open_storage, register_sweep, without_password
 from gradalign.sweep.plan import DATABASE, SweepPlan, open_folder
 from gradalign.sweep.progress import sweep_bar
 from gradalign.sweep.results import TrialsFile, write_results
 from gradalign.sweep.workers import working_in
-
-REPORT = "report.html"
 
 
 def run_sweep(
@@ -78,8 +77,6 @@ def _write_report(folder: Path, found: Found) -> str | None:
     """Write the report page of the finalists' test runs that lie in this folder; return where it is."""
     runs = [folder / one.facts["folder"] for one in found.tested if "folder" in one.facts]
     runs = [run for run in runs if (run / METRICS).exists()]
-    if not runs or find_spec("gradalign.report") is None:
+    if not runs:
         return None
-    from gradalign.report import write_report  # type: ignore[import-not-found]
-
     return str(write_report(runs, folder / REPORT))

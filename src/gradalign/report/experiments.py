@@ -1,0 +1,168 @@
+"""Runs sorted into experiments (what is compared) and groups (the seeds of one algorithm with one set of settings)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradalign.report.folders import Skipped, shown_text
+from gradalign.report.gather import Run, number_of
+
+_LONGEST_NAME = 80
+_NOT_SETTINGS = ("seed", "name", "paper", "full_size")
+_SHORT = {"algorithm.beta": "β", "algorithm.mu": "μ", "local.steps": "K"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperNumber:
+    """What the paper reports for an algorithm, in percent; ``std`` where it gives one."""
+
+    mean: float
+    std: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The runs of one algorithm with one set of settings; they differ in their seeds."""
+
+    label: str
+    name: str
+    runs: tuple[Run, ...]
+    paper: PaperNumber | None
+
+    @property
+    def complete(self) -> list[Run]:
+        """The runs that reached their last round."""
+        return [run for run in self.runs if run.state == "complete"]
+
+    def finals(self, name: str) -> list[float]:
+        """Return one number of the summaries, of every run that finished and has it."""
+        found = (number_of(run.summary.get(name)) for run in self.complete)
+        return [value for value in found if value is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What was compared: groups on one task."""
+
+    name: str
+    groups: tuple[Group, ...]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All its runs."""
+        return [run for group in self.groups for run in group.runs]
+
+    def paper_text(self, key: str) -> str | None:
+        """Return the paper's ``source`` or ``claim`` as the recipe has it."""
+        for run in self.runs:
+            text = _table(run.spec.get("paper")).get(key)
+            if isinstance(text, str):
+                return shown_text(text)
+        return None
+
+
+def arrange(runs: Iterable[Run]) -> tuple[list[Experiment], list[Skipped]]:
+    """Sort runs into experiments and groups; a run that is there twice is taken once."""
+    kept, repeated = _without_repeats(list(runs))
+    found: dict[str, list[Run]] = {}
+    of_comparison: dict[Path, str] = {}
+    for run in kept:
+        key = _canonical([run.spec.get("name"), run.spec.get("task")])
+        if run.comparison is not None:  # its entries belong together whatever they vary
+            key = of_comparison.setdefault(run.comparison, key)
+        found.setdefault(key, []).append(run)
+    return [_experiment(members) for members in found.values()], repeated
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return a run's settings by dotted name, without its seed, its name and what is only told."""
+    return dict(_flatten({key: value for key, value in run.spec.items() if key not in _NOT_SETTINGS}))
+
+
+def _without_repeats(runs: list[Run]) -> tuple[list[Run], list[Skipped]]:
+    order = {"complete": 0, "diverged": 1, "unfinished": 2}
+    kept: dict[str, Run] = {}
+    repeated = []
+    for run in sorted(runs, key=lambda run: order[run.state]):
+        key = _canonical([run.entry or run.spec["algorithm"]["name"], run.spec])
+        if key in kept:
+            reason = f"the same settings and seed as {shown_text(kept[key].folder)}"
+            repeated.append(Skipped(folder=shown_text(run.folder), reason=reason))
+        else:
+            kept[key] = run
+    chosen = {id(run) for run in kept.values()}
+    return [run for run in runs if id(run) in chosen], repeated
+
+
+def _experiment(runs: Sequence[Run]) -> Experiment:
+    grouped: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.place):
+        grouped.setdefault(_canonical([_name_of(run), settings_of(run)]), []).append(run)
+    members = [sorted(group, key=lambda run: run.seed) for group in grouped.values()]
+    labels = _labels(members)
+    groups = [
+        Group(label=label, name=_name_of(group[0]), runs=tuple(group), paper=_paper_number(group[0]))
+        for label, group in zip(labels, members, strict=True)
+    ]
+    first = runs[0].spec
+    name = first.get("name") or _table(first.get("task")).get("name") or "experiment"
+    return Experiment(name=_short_text(name), groups=tuple(groups))
+
+
+def _name_of(run: Run) -> str:
+    return run.entry or shown_text(run.spec["algorithm"]["name"])
+
+
+def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Name every group; where several have one algorithm, the settings in which those differ are added."""
+    names = [_name_of(group[0]) for group in groups]
+    labels = []
+    for name, group in zip(names, groups, strict=True):
+        rivals = [settings_of(other[0]) for other, theirs in zip(groups, names, strict=True) if theirs == name]
+        own = settings_of(group[0])
+        differing = [key for key in own if any(rival.get(key) != own[key] for rival in rivals)]
+        words = ", ".join(f"{_SHORT.get(key, key.split('.')[-1])}={shown_value(own[key])}" for key in sorted(differing))
+        labels.append(_short_text(f"{name} ({words})" if words else name))
+    return labels
+
+
+def shown_value(value: Any) -> str:
+    """Return a setting as the recipe would have it, short."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return _short_text(value)
+
+
+def _short_text(text: object) -> str:
+    shown = shown_text(text)
+    return shown if len(shown) <= _LONGEST_NAME else shown[: _LONGEST_NAME - 1] + "…"
+
+
+def _paper_number(run: Run) -> PaperNumber | None:
+    found = _table(_table(run.spec.get("paper")).get("test_accuracy")).get(_name_of(run))
+    values = [number_of(value) for value in (found if isinstance(found, list) else [found])]
+    if not values or values[0] is None:
+        return None
+    return PaperNumber(mean=values[0], std=values[1] if len(values) > 1 else None)
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and depth < 6:
+            yield from _flatten(value, f"{prefix}{shown_text(key)}.", depth + 1)
+        else:
+            yield f"{prefix}{shown_text(key)}", value
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
