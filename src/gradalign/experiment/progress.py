@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Tick = Callable[[Mapping[str, Any]], None]
 
 
-def make_progress(speed_seconds: float = 30.0) -> Progress:
-    """Return the one look that all bars have; the time left follows the speed of the last ``speed_seconds``."""
+def make_progress() -> Progress:
+    """Return the one look that all bars have."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -36,7 +36,6 @@ def make_progress(speed_seconds: float = 30.0) -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        speed_estimate_period=speed_seconds,
     )
 
 

@@ -11,7 +11,6 @@ from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import RDBStorage
 
 from gradalign.experiment.api import Where
-from gradalign.experiment.runner import Row
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.ledger import Claim, Job, StageBook
 from gradalign.sweep.plan import SweepPlan
@@ -150,7 +149,7 @@ class Conductor:
     def _note(self, book: StageBook, stage: Stage, jobs: list[Job]) -> list[Outcome]:
         outcomes = book.outcomes(jobs, stage.name, stage.entry)
         running = sum(one.state == "running" for one in outcomes)
-        self._bar.settled(len(outcomes) - running, f"waiting for {running} elsewhere" if running else "")
+        self._bar.settled(len(outcomes) - running, running)
         self._outcomes[stage.name] = outcomes
         if self._on_outcomes is not None:
             self._on_outcomes([one for stage_outcomes in self._outcomes.values() for one in stage_outcomes])
@@ -162,15 +161,10 @@ class Conductor:
         searching = stage.name not in _FINAL
         name = folder_name(job.slot, claim.point) + ("" if searching else f"_seed{job.seed}")
         place = Path("trials") / stage.name / name
-        label = describe_point({key: claim.point[key] for key in stage.lists} or claim.point)
-
-        def note(row: Row) -> None:
-            self._bar.row(row, label if searching else f"{label}, seed {job.seed}")
-
         try:
             spec = self._plan.spec(stage.entry, claim.point, job.seed, test=test)
             with book.beating(claim):
-                ended = self._runner.run(spec, self._folder / place, claim.trial if searching else None, note)
+                ended = self._runner.run(spec, self._folder / place, claim.trial if searching else None, self._bar.row)
         except BaseException:
             book.release(claim)
             raise

@@ -65,7 +65,7 @@ def draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, An
     scored = sorted(_scored(searched), key=lambda one: float(one.point["beta"]))
     if not scored:
         return
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     betas = [float(one.point["beta"]) for one in scored]
     heights = [_height(one.score or 0.0, accuracies) for one in scored]
@@ -88,7 +88,7 @@ def draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, An
     axes.set_xlabel("β")
     _tidy(axes, "accuracy, %" if accuracies else "loss")
     axes.set_title(f"{plan.name}: {describe_point(_fixed(scored[0]))}", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     _save(figure, folder / BETA)
 
 

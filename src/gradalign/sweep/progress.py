@@ -9,9 +9,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, TaskID
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from gradalign.experiment.progress import accuracy_note, make_progress
+from gradalign.experiment.progress import accuracy_note
 
 _SPEED_SECONDS = 1800.0
 
@@ -23,7 +31,8 @@ class SweepBar:
         self._console, self._progress = console, progress
         self._units = dict(units)
         self._done: dict[str, int] = {}
-        self._label, self._rounds, self._stage = "", 1, ""
+        self._rounds, self._stage, self._trials = 1, "", 0
+        self._settled, self._waiting = 0, 0
         self._bar: TaskID | None = None
         if progress is not None:
             self._bar = progress.add_task("sweep", total=sum(units.values()), note="")
@@ -34,19 +43,17 @@ class SweepBar:
 
     def begin(self, stage: str, trials: int, rounds: int) -> None:
         """Start on a stage whose size is known now."""
-        self._stage, self._rounds = stage, rounds
+        self._stage, self._rounds, self._trials = stage, rounds, trials
         self._units[stage] = trials * rounds
-        self._show("")
 
-    def settled(self, trials: int, running: str) -> None:
-        """Note how many of the stage's trials are done, by anyone."""
+    def settled(self, trials: int, waiting: int) -> None:
+        """Note how many of the stage's trials are done, by anyone, and how many run elsewhere."""
+        self._settled, self._waiting = trials, waiting
         self._done[self._stage] = trials * self._rounds
-        self._label = running
-        self._show("")
+        self._show(f"{waiting} at work elsewhere" if waiting else "")
 
-    def row(self, row: Mapping[str, Any], label: str) -> None:
+    def row(self, row: Mapping[str, Any]) -> None:
         """Note a round of the trial at work."""
-        self._label = label
         self._show(accuracy_note(row), row["round"])
 
     def _show(self, note: str, rounds: int = 0) -> None:
@@ -54,7 +61,7 @@ class SweepBar:
             return
         self._progress.update(
             self._bar,
-            description=escape(f"{self._stage}: {self._label}" if self._label else self._stage),
+            description=f"{self._stage} {self._settled}/{self._trials}",
             total=sum(self._units.values()),
             completed=sum(self._done.values()) + rounds,
             note=note,
@@ -68,7 +75,18 @@ def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[
     if not show:
         yield SweepBar(Console(stderr=True), None, units)
         return
-    with make_progress(speed_seconds=_SPEED_SECONDS) as progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=16),  # with the time left, all of it fits in 80 columns
+        TaskProgressColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    console = Console(stderr=True)
+    # Trials that end early make the bar jump: the time left follows the speed of a long while.
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=_SPEED_SECONDS) as progress:
         yield SweepBar(progress.console, progress, units)
 
 
