@@ -195,9 +195,7 @@ def test_one_stage_with_tpe_and_another_algorithm():
 
 def test_two_processes_share_one_study(tmp_path):
     storage = f"sqlite:///{tmp_path / 'shared.db'}"
-    words = command(
-        *SMALL, "--margin", 0.9, "--storage", storage, "--study", "ours", "--out", "s"
-    )
+    words = command(*SMALL, "--margin", 0.9, "--storage", storage, "--study", "ours", "--out", "s")
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in both:
         _, errors = process.communicate(timeout=240)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 
 from gradalign.errors import GradalignError
@@ -42,9 +43,13 @@ def run_sweep(
     open_folder(folder, plan, DATABASE if storage is None else without_password(storage), study)
     opened = opened or _own_database(folder)
     register_sweep(opened, study, plan.describe())
-    with working_in(folder) as worker, sweep_bar(_sizes(plan), show=show) as bar:
-        trials = TrialsFile(folder, plan)
-        found = Conductor(plan, folder, opened, study, worker, where, bar, trials.write).run()
+    trials = TrialsFile(folder, plan)
+    try:
+        with working_in(folder) as worker, sweep_bar(_sizes(plan), show=show) as bar:
+            found = Conductor(plan, folder, opened, study, worker, where, bar, trials.write).run()
+    except StorageInternalError as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise GradalignError(f"the storage failed: {reason}; the same command goes on where this ended") from None
     summary = write_results(folder, plan, found)
     return summary | {"folder": str(folder), "report": _write_report(folder, found)}
 
