@@ -38,6 +38,7 @@ def test_the_readmes_recipe_is_valid():
         "CONTRIBUTING.md",
         "docs/architecture.md",
         "docs/flower.md",
+        "docs/sweeps.md",
         "docs/large-batches.md",
         "docs/theory.md",
         "docs/tutorial-own-data.md",

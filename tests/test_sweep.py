@@ -15,9 +15,10 @@ from optuna.trial import TrialState, create_trial
 from gradalign.errors import GradalignError
 from gradalign.experiment.recipes import load_recipe, shipped_recipes
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid
-from gradalign.sweep.ledger import Job, StageBook, check_sweep, open_storage, register_sweep
+from gradalign.sweep.ledger import Job, StageBook
 from gradalign.sweep.protocol import Outcome, Search, Stage, baseline_of, finalists_of, tune
 from gradalign.sweep.pruner import BelowBestPruner, clearly_below
+from gradalign.sweep.storage import check_sweep, open_storage, register_sweep
 from gradalign.sweep.workers import working_in
 
 

@@ -174,7 +174,8 @@ def test_the_same_command_again_does_nothing_again(whole):
 
 def test_show_knows_a_sweep(whole):
     folder, result = whole
-    assert call("show", folder).stdout.splitlines()[0] == result.stdout.splitlines()[0]
+    assert call("show", folder).stdout.splitlines()[0].strip() == "digits-fedga: the stages"
+    assert "digits-fedga: the stages" in result.stdout
     assert json.loads(call("show", folder, "--json").stdout)["kind"] == "sweep"
     Path("begun").mkdir()
     Path("begun/sweep.toml").write_text("seed = 1")
@@ -191,6 +192,43 @@ def test_one_stage_with_tpe_and_another_algorithm():
     assert not Path("s/beta.png").exists()
     best = read_recipe(Path("s/best.toml"))
     assert best["algorithm"]["name"] == "fedprox"
+
+
+def test_a_task_of_ones_own_that_has_no_accuracy():
+    Path("lines.py").write_text(
+        "import torch, gradalign\n"
+        "def make(seed=0):\n"
+        "    g = torch.Generator().manual_seed(seed)\n"
+        "    def data(n):\n"
+        "        x = torch.randn(n, 3, generator=g)\n"
+        "        return x, x.sum(dim=1, keepdim=True)\n"
+        "    return gradalign.Task(model=lambda: torch.nn.Linear(3, 1), clients=[data(n) for n in (1, 2, 30, 40)],\n"
+        "                          test=data(50), loss=torch.nn.functional.mse_loss, name='lines')\n"
+    )
+    words = ("--set", "clients.per_round=3", "--set", "rounds=5", "--algorithm", "fedavg", "--workers", 0)
+    grid = (
+        "--grid",
+        "lr=.01,.1,1e9",
+        "--grid",
+        "K=2",
+        "--grid",
+        "batch=8",
+        "--grid",
+        "weight_decay=0",
+        "--margin",
+        0.99,
+    )
+    result = call(
+        "sweep", "digits", "--task", "lines:make", *words, *grid, "--seeds", 2, "--finalists", 1, "--out", "s"
+    )
+    rows = {row["lr"]: row for row in rows_of("s") if row["stage"] == "grid"}
+    assert float(rows["0.1"]["validation_loss"]) < float(rows["0.01"]["validation_loss"])
+    assert rows["1e+09"]["state"] in ("pruned", "diverged")
+    assert "validation loss" in result.stdout
+    summary = json.loads(Path("s/summary.json").read_text())
+    assert summary["best"]["lr"] == 0.1
+    assert summary["finalists"][0]["validation_loss"]["std"] >= 0.0
+    assert summary["finalists"][0]["test_loss"]["mean"] > 0.0
 
 
 def test_two_processes_share_one_study(tmp_path):

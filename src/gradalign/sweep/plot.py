@@ -13,7 +13,7 @@ from gradalign.experiment.store import write_atomically
 from gradalign.sweep.conduct import Found
 from gradalign.sweep.grid import describe_point, shown
 from gradalign.sweep.plan import SweepPlan
-from gradalign.sweep.protocol import Outcome
+from gradalign.sweep.protocol import Outcome, are_accuracies
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,11 +27,6 @@ def _save(figure: Figure, path: Path) -> None:
 
 def _scored(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [one for one in outcomes if one.score is not None]
-
-
-def _accuracies(outcomes: Sequence[Outcome]) -> bool:
-    """Return whether scores are accuracies, or else minus losses."""
-    return any(one.facts.get("validation_accuracy") is not None for one in outcomes)
 
 
 def _height(score: float, accuracies: bool) -> float:
@@ -61,7 +56,7 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
 def draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, Any]) -> None:
     """Draw validation accuracy over β with all else fixed, and the finalists' test accuracy where they have it."""
     searched = [one for one in found.tuned if one.stage in ("beta-coarse", "beta-fine")]
-    accuracies = _accuracies(searched)
+    accuracies = are_accuracies(searched)
     scored = sorted(_scored(searched), key=lambda one: float(one.point["beta"]))
     if not scored:
         return
@@ -132,7 +127,7 @@ def _draw_finalists(axes: Axes, summary: dict[str, Any], accuracies: bool) -> li
 def draw_values(folder: Path, plan: SweepPlan, found: Found) -> None:
     """Draw a panel for each varied value: every complete trial of the algorithm, and the best at each value."""
     outcomes = _scored(found.tuned)
-    accuracies = _accuracies(outcomes)
+    accuracies = are_accuracies(outcomes)
     names = [name for name in plan.search.lists if len({one.point.get(name) for one in outcomes}) > 1]
     if not names:
         return

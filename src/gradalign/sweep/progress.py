@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -90,8 +89,6 @@ def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[
         yield SweepBar(progress.console, progress, units)
 
 
-def percent(score: float | None) -> str:
+def score_words(score: float, *, accuracies: bool) -> str:
     """Return a score in words: an accuracy, or the loss that it is minus of."""
-    if score is None or not math.isfinite(score):
-        return "–"
-    return f"accuracy {100 * score:.2f} %" if score >= 0 else f"loss {-score:.4g}"
+    return f"accuracy {100 * score:.2f} %" if accuracies else f"loss {-score:.4g}"

@@ -110,6 +110,11 @@ def baseline_of(algorithm: str) -> str | None:
     return "+".join([name for name in plain if name != "fedavg"] or ["fedavg"])
 
 
+def are_accuracies(outcomes: Sequence[Outcome]) -> bool:
+    """Return whether the scores of a search are accuracies, or else minus losses."""
+    return any(one.facts.get("validation_accuracy") is not None for one in outcomes)
+
+
 def best_of(outcomes: Sequence[Outcome], what: str) -> Outcome:
     """Return the outcome with the highest score; of equal ones the first tried."""
     complete = [outcome for outcome in outcomes if outcome.score is not None]

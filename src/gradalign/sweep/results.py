@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.experiment.runner import versions
+from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import merge
 from gradalign.experiment.store import SUMMARY, write_atomically, write_json, write_toml
 from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Found
 from gradalign.sweep.grid import Point, apply_point, ordered, shown
 from gradalign.sweep.plan import SweepPlan, plain
-from gradalign.sweep.protocol import Outcome, best_of
+from gradalign.sweep.protocol import Outcome, are_accuracies, best_of
 
 TRIALS, BEST = "trials.csv", "best.toml"
 _FACTS = ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "rounds_done", "rounds", "seconds")
@@ -68,6 +69,7 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     ranks: list[tuple[bool, float]] = []
+    accuracies = are_accuracies(found.tuned)
     for first in found.finalists:
         runs = [one for one in found.tested if one.point == first.point]
         again = [one for one in found.validated if one.point == first.point]
@@ -75,7 +77,9 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
         rows.append(
             {
                 "values": first.point,
-                "validation_score": spread(scores),
+                "validation_accuracy" if accuracies else "validation_loss": spread(
+                    [score if accuracies else -score for score in scores]
+                ),
                 "test_accuracy": spread(_known(runs, "test_accuracy")),
                 "test_loss": spread(_known(runs, "test_loss")),
                 "diverged": sum(one.state == "diverged" for one in (*again, *runs)),
@@ -98,9 +102,12 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
     for one in found.all():
         stages.setdefault(one.stage, []).append(one)
     finalists = finalists_table(found)
+    spec = plan.spec(plan.search.entry, {})
     baseline = best_of(found.baseline, "the baseline") if found.baseline else None
     return {
         "kind": "sweep",
+        "score": "accuracy" if are_accuracies(found.tuned) else "loss",
+        "scale": describe_scale(spec.full_size, spec) if spec.full_size else None,
         **{key: value for key, value in plan.describe().items() if key != "recipes"},
         "baseline": plan.search.baseline,
         "seeds": list(range(plan.seed, plan.seed + plan.seeds)),
@@ -120,9 +127,14 @@ def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "algorithm": outcomes[0].entry,
         "trials": len(outcomes),
         **{state: sum(one.state == state for one in outcomes) for state in ("complete", "pruned", "diverged")},
+        "varied": list(ordered({key: 0 for one in outcomes for key in one.point if _varies(key, outcomes)})),
         "seconds": round(sum(float(one.facts.get("seconds") or 0.0) for one in outcomes), 3),
         "best": None if best is None else {"values": best.point, "score": best.score},
     }
+
+
+def _varies(name: str, outcomes: Sequence[Outcome]) -> bool:
+    return len({one.point.get(name) for one in outcomes}) > 1
 
 
 def best_recipe(plan: SweepPlan, best: Point, baseline: Point | None) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from gradalign.experiment.files import METRICS, REPORT
 from gradalign.experiment.store import locked
 from gradalign.report import write_report
 from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Conductor, Found
-from gradalign.sweep.ledger import check_sweep, open_storage, register_sweep, without_password
 from gradalign.sweep.plan import DATABASE, SweepPlan, open_folder
 from gradalign.sweep.progress import sweep_bar
 from gradalign.sweep.results import TrialsFile, write_results
+from gradalign.sweep.storage import check_sweep, open_storage, register_sweep, without_password
 from gradalign.sweep.workers import working_in
 
 

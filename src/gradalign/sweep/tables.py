@@ -15,7 +15,7 @@ from gradalign.experiment.store import SUMMARY
 from gradalign.experiment.tables import spread_words
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.plot import BETA, VALUES
-from gradalign.sweep.progress import percent
+from gradalign.sweep.progress import score_words
 from gradalign.sweep.results import BEST, TRIALS
 
 
@@ -26,26 +26,28 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         stages.add_column(name, justify=justify)  # type: ignore[arg-type]
     stages.add_column("best values", overflow="fold")
     stages.add_column("score", justify="right")
+    accuracies = summary["score"] == "accuracy"
     for stage in summary["stages"]:
-        best = stage["best"]
+        best, words = stage["best"], ("–", "–")
+        if best is not None:
+            varied = {name: best["values"][name] for name in stage["varied"]}
+            words = (describe_point(varied or best["values"]), score_words(best["score"], accuracies=accuracies))
         early = str(stage["pruned"]) + (f" (+ {stage['diverged']} diverged)" if stage["diverged"] else "")
-        words = (describe_point(best["values"]), percent(best["score"])) if best else ("–", "–")
         stages.add_row(stage["name"], escape(stage["algorithm"]), str(stage["trials"]), early, *map(escape, words))
     console.print(stages)
     finalists = Table(title=f"the finalists, {len(summary['seeds'])} seed{'s' if len(summary['seeds']) > 1 else ''}")
     finalists.add_column("values", overflow="fold")
-    accuracies = any(row["test_accuracy"] for row in summary["finalists"])
-    scores = "accuracy, %" if accuracies else "loss"
-    for name in (f"validation {scores}", f"test {scores}"):
-        finalists.add_column(name, justify="right")
+    what = "accuracy" if accuracies else "loss"
+    for name in ("validation", "test"):
+        finalists.add_column(f"{name} {what}" + (", %" if accuracies else ""), justify="right")
     for row in summary["finalists"]:
-        scale, form = (100.0, ".2f") if accuracies else (-1.0, ".4g")
-        tested = row["test_accuracy" if accuracies else "test_loss"]
+        scale, form = (100.0, ".2f") if accuracies else (1.0, ".4g")
+        validated, tested = (spread_words(row[f"{name}_{what}"], form, scale) for name in ("validation", "test"))
         mark = "[bold]" if row["chosen"] else ""
         finalists.add_row(
             f"{mark}{escape(describe_point(row['values']))}" + (" (chosen)" if row["chosen"] else ""),
-            spread_words(row["validation_score"], form, scale),
-            spread_words(tested, form, abs(scale)) + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
+            validated,
+            tested + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
         )
     console.print(finalists)
     console.print(
@@ -53,6 +55,8 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         "mean ± standard deviation over the seeds",
         soft_wrap=True,
     )
+    if summary["scale"]:
+        console.print(f"scale: {escape(summary['scale'])}", soft_wrap=True)
     places = {"best values": BEST, "all trials": TRIALS, "accuracy over β": BETA, "accuracy over each value": VALUES}
     for what, file in places.items():
         if (folder / file).exists():
