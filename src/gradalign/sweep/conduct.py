@@ -116,7 +116,7 @@ class Conductor:
         stage = Stage(name=name, entry=self._plan.search.entry, lists={})
         seeds = len({job.seed for job in jobs})
         points = len(jobs) // seeds
-        what = f"the best {points} of {stage.entry} with {seeds} seed{'s' if seeds > 1 else ''}, {how}"
+        what = f"the best {points if points > 1 else 'trial'} of {stage.entry} with {seeds} seed{'s' if seeds > 1 else ''}, {how}"
         return self._work(stage, jobs, NopPruner(), what)
 
     def _work(self, stage: Stage, jobs: list[Job], pruner: BasePruner, what: str) -> list[Outcome]:
@@ -131,7 +131,9 @@ class Conductor:
             seed=self._plan.seed,
         )
         number = len(self._outcomes) + 1
-        self._bar.say(f"stage {number} of {self._stages}, {stage.name}: {what}; {len(jobs)} trials")
+        self._bar.say(
+            f"stage {number} of {self._stages}, {stage.name}: {what}; {len(jobs)} trial{'s' * (len(jobs) != 1)}"
+        )
         rounds = self._plan.spec(stage.entry, {}).rounds
         self._bar.begin(stage.name, len(jobs), rounds)
         while True:

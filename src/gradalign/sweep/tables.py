@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.store import SUMMARY
+from gradalign.experiment.files import REPORT, SUMMARY
 from gradalign.experiment.tables import spread_words
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.plot import BETA, VALUES
@@ -61,8 +61,10 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
     for what, file in places.items():
         if (folder / file).exists():
             console.print(f"{what}: {escape(str(folder / file))}", soft_wrap=True)
-    if summary.get("report"):
-        console.print(f"report: {escape(str(summary['report']))}", soft_wrap=True)
+    if (folder / REPORT).exists():
+        console.print(f"report: {escape(str(folder / REPORT))}", soft_wrap=True)
+    else:
+        console.print("report: none here, because the finalists' runs lie in another process's folder", soft_wrap=True)
 
 
 def print_shown_sweep(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
