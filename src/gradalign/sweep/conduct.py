@@ -116,7 +116,8 @@ class Conductor:
         stage = Stage(name=name, entry=self._plan.search.entry, lists={})
         seeds = len({job.seed for job in jobs})
         points = len(jobs) // seeds
-        what = f"the best {points if points > 1 else 'trial'} of {stage.entry} with {seeds} seed{'s' if seeds > 1 else ''}, {how}"
+        best = f"the best {points} trials" if points > 1 else "the best trial"
+        what = f"{best} of {stage.entry} with {seeds} seed{'s' * (seeds > 1)}, {how}"
         return self._work(stage, jobs, NopPruner(), what)
 
     def _work(self, stage: Stage, jobs: list[Job], pruner: BasePruner, what: str) -> list[Outcome]:
