@@ -44,7 +44,7 @@ def rows_of(final: float, rounds: int = 4, *, phases: int = 2) -> list[dict]:
 
 
 def write_run(folder: Path, settings: dict | None = None, final: float = 0.8, *, phases: int = 2, **files) -> Path:
-    """Write a finished run; ``files`` (spec, metrics, summary, holdings, failure) replaces a file, or with None omits it."""
+    """Write a finished run; ``files`` (spec, metrics, summary, holdings, failure) replaces a file; None omits it."""
     folder.mkdir(parents=True)
     settings = spec_of() if settings is None else settings
     rows = rows_of(final, phases=phases)

@@ -40,6 +40,7 @@ def test_the_readmes_recipe_is_valid():
         "docs/flower.md",
         "docs/sweeps.md",
         "docs/large-batches.md",
+        "docs/report.md",
         "docs/theory.md",
         "docs/tutorial-own-data.md",
         "docs/results.md",

@@ -18,7 +18,7 @@ from gradalign.experiment.files import write_atomically
 from gradalign.report.experiments import Experiment
 from gradalign.report.gather import Held
 from gradalign.report.plots import divisions
-from gradalign.report.series import AXES, QUANTITIES, Curve, Quantity, curves_of, measured, shown_groups
+from gradalign.report.series import AXES, QUANTITIES, Curve, Quantity, curves_of, shown_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,15 +64,20 @@ def _prefixes(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _figures(experiment: Experiment) -> list[tuple[str, Figure]]:
-    found = []
+    found: list[tuple[str, Figure]] = []
     for quantity in QUANTITIES:
         curves = curves_of(experiment, quantity)
-        if measured(curves):
-            found += [
-                (f"{quantity.key}-over-{axis}", curve_figure(experiment, quantity, curves, axis)) for axis in AXES
-            ]
+        for axis in AXES:
+            if _known(curves, axis):
+                found.append((f"{quantity.key}-over-{axis}", curve_figure(experiment, quantity, curves, axis)))
     held = divisions(experiment)
     return [*found, ("who-holds-what", _holdings_figure(held[0][1]))] if held else found
+
+
+def _known(curves: Sequence[Curve], axis: str) -> bool:
+    """Return whether there is a point with a place on the axis; rows that others wrote may lack one."""
+    places = (x for curve in curves for x in (curve.x, *(line.x for line in curve.lines)))
+    return any(value is not None for x in places for value in x.get(axis, ()))
 
 
 def curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[Curve], axis: str) -> Figure:

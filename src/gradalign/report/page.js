@@ -34,12 +34,12 @@
         color: css(`--c${group.colour}`), dash: DASHES[group.dash], width: 2, shape: quantity.stepped ? "hv" : "linear",
       };
       const format = quantity.percent ? "%{y:.2%}" : "%{y:.4g}";
-      const common = { type: "scatter", name: plain(group.label), showlegend: false, hovertemplate: `${format}<extra>%{fullData.name}</extra>` };
+      const common = { type: "scatter", name: plain(group.label), showlegend: false };
       const xs = curve.x[state.axis] || [];
       if (group.seeds > 1 && curve.mean.length && !quantity.stepped) {
         found.push({
           ...common, x: [...xs, ...[...xs].reverse()], y: [...curve.high, ...[...curve.low].reverse()], mode: "lines", fill: "toself",
-          fillcolor: faded(line.color, 0.16), line: { width: 0 }, hoverinfo: "skip", hovertemplate: undefined, meta: "band",
+          fillcolor: faded(line.color, 0.16), line: { width: 0 }, hoverinfo: "skip", meta: "band",
         });
       }
       // A run that did not finish is no part of the mean: it is drawn by itself, dotted, with a cross where it ended.
@@ -49,13 +49,13 @@
         found.push({
           ...common, x: lines.flatMap((one) => [...one.x[state.axis], null]), y: lines.flatMap((one) => [...one.y, null]),
           mode: finished ? "lines" : "lines+markers", line: { ...line, width: 1, dash: finished ? "solid" : "dot" }, opacity: finished ? 0.6 : 0.9,
-          marker: finished ? undefined : { symbol: "x", size: lines.flatMap((one) => [...one.y.map((_, i) => (i === one.y.length - 1 ? 9 : 0)), 0]) },
+          marker: { symbol: "x", size: lines.flatMap((one) => [...one.y.map((_, i) => (i === one.y.length - 1 ? 9 : 0)), 0]) },
           text: lines.flatMap((one) => [...one.y.map(() => `seed ${one.seed}${finished ? "" : ", " + one.state}`), ""]),
           hovertemplate: `${format}, %{text}<extra>%{fullData.name}</extra>`, meta: finished ? "seeds" : "ended early",
         });
       }
       if (curve.mean.length) {
-        found.push({ ...common, x: xs, y: curve.mean, mode: curve.mean.length < 30 && !quantity.stepped ? "lines+markers" : "lines", line, marker: { size: 5, color: line.color }, meta: "mean" });
+        found.push({ ...common, x: xs, y: curve.mean, mode: curve.mean.length < 30 && !quantity.stepped ? "lines+markers" : "lines", line, marker: { size: 5, color: line.color }, hovertemplate: `${format}<extra>%{fullData.name}</extra>`, meta: "mean" });
       }
     });
     return found;
