@@ -33,10 +33,9 @@ def working_in(folder: Path) -> Iterator[Worker]:
     worker = Worker(name=f"{host}-{os.getpid()}-{secrets.token_hex(4)}", folder=folder)
     own = folder / _FOLDER / worker.name
     with locked(own):
-        try:
-            yield worker
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
+        yield worker
+        # Only after a good end: else the free lock tells the others that whatever was begun is theirs to do.
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def has_died(folder: Path, name: str) -> bool | None:
