@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import optuna
@@ -83,6 +84,16 @@ def test_a_single_stage_without_beta():
         {"lr": 0.1, "K": 10},
         {"lr": 0.2, "K": 1},
     ]
+
+
+def test_equal_accuracies_are_told_apart_by_the_loss():
+    def one(slot: int, loss: float) -> Outcome:
+        facts = {"validation_loss": loss}
+        return Outcome(
+            stage="s", slot=slot, entry="e", seed=0, point={"lr": slot}, state="complete", score=0.9, facts=facts
+        )
+
+    assert [found.slot for found in finalists_of([one(0, 0.3), one(1, 0.2), one(2, 0.2)], 3)] == [1, 2, 0]
 
 
 def test_when_everything_diverges_it_is_said():
@@ -249,7 +260,7 @@ def test_of_two_claims_at_once_the_lower_number_owns(tmp_path, monkeypatch):
 
 def test_trials_of_a_dead_process_are_done_again(tmp_path):
     with working_in(tmp_path) as alive:
-        with pytest.raises(KeyboardInterrupt), working_in(tmp_path) as dead:
+        with suppress(KeyboardInterrupt), working_in(tmp_path) as dead:
             assert book(tmp_path, dead).claim(JOBS).job.slot == 0
             assert book(tmp_path, alive).claim(JOBS[:1]) is None, "it is alive: its lock is held"
             raise KeyboardInterrupt  # at a moment when nothing is given back

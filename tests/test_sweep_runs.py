@@ -52,6 +52,10 @@ def rows_of(folder: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def rank(row: dict[str, str]) -> tuple[float, float]:
+    return float(row["validation_accuracy"]), -float(row["validation_loss"])
+
+
 def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "gradalign", *(str(word) for word in words)]
 
@@ -118,7 +122,7 @@ def test_the_stages_hand_on_their_best(whole):
     rows = [row for row in rows_of(folder) if row["state"] == "complete"]
 
     def best(*stages: str) -> dict[str, str]:
-        return max((r for r in rows if r["stage"] in stages), key=lambda r: float(r["validation_accuracy"]))
+        return max((r for r in rows if r["stage"] in stages), key=rank)
 
     others = ("lr", "K", "batch", "weight_decay")
     transferred = best("baseline")
@@ -129,7 +133,8 @@ def test_the_stages_hand_on_their_best(whole):
             assert row["beta"] == best("beta-coarse", "beta-fine")["beta"]
     search = sorted(
         (r for r in rows if r["stage"] in ("beta-coarse", "beta-fine", "others")),
-        key=lambda r: -float(r["validation_accuracy"]),
+        key=rank,
+        reverse=True,
     )
     tested = {(r["beta"], *(r[name] for name in others)) for r in rows if r["stage"] == "test"}
     assert tested == {(r["beta"], *(r[name] for name in others)) for r in search[:2]}
@@ -155,7 +160,7 @@ def test_the_best_values_run_and_compare(whole):
     assert recipe.compare.algorithms == ["fedga", "fedavg"]
     baseline = max(
         (r for r in rows_of(folder) if r["stage"] == "baseline" and r["state"] == "complete"),
-        key=lambda r: float(r["validation_accuracy"]),
+        key=rank,
     )
     spec = recipe.spec_for("fedavg", 0)
     assert (spec.local.lr, spec.local.steps) == (float(baseline["lr"]), int(baseline["K"]))

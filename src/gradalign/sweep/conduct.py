@@ -15,7 +15,7 @@ from gradalign.sweep.grid import describe_point
 from gradalign.sweep.ledger import Claim, Job, StageBook
 from gradalign.sweep.plan import SweepPlan
 from gradalign.sweep.progress import SweepBar, score_words
-from gradalign.sweep.protocol import Outcome, Stage, are_accuracies, finalists_of, tune
+from gradalign.sweep.protocol import Outcome, Stage, are_accuracies, finalists_of, rank, tune
 from gradalign.sweep.pruner import BelowBestPruner
 from gradalign.sweep.trial import TrialRunner, folder_name
 from gradalign.sweep.workers import Worker
@@ -183,6 +183,6 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     complete = [one for one in outcomes if one.score is not None]
     if not complete or complete[0].stage in _FINAL:  # of those, means over the seeds are what counts
         return ", ".join(words)
-    best = max(complete, key=lambda one: one.score or 0.0)
+    best = max(complete, key=rank)
     score = score_words(best.score or 0.0, accuracies=are_accuracies(outcomes))
     return f"{', '.join(words)}; best {describe_point(best.point)}: validation {score}"

@@ -7,6 +7,7 @@ values are tuned again with β fixed. An algorithm without β has one stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -115,12 +116,19 @@ def are_accuracies(outcomes: Sequence[Outcome]) -> bool:
     return any(one.facts.get("validation_accuracy") is not None for one in outcomes)
 
 
+def rank(outcome: Outcome) -> tuple[float, float]:
+    """Return what outcomes are ordered by: the score, and where accuracies are equal the lower loss."""
+    loss = outcome.facts.get("validation_loss")
+    score = -math.inf if outcome.score is None else outcome.score
+    return score, -math.inf if loss is None else -float(loss)
+
+
 def best_of(outcomes: Sequence[Outcome], what: str) -> Outcome:
-    """Return the outcome with the highest score; of equal ones the first tried."""
+    """Return the best outcome; of equal ones the first tried."""
     complete = [outcome for outcome in outcomes if outcome.score is not None]
     if not complete:
         raise GradalignError(f"no trial of {what} came to an end with a score; try lower lr or beta")
-    return max(complete, key=lambda outcome: outcome.score or 0.0)  # max keeps the first of equals
+    return max(complete, key=rank)  # max keeps the first of equals
 
 
 def tune(search: Search, evaluate: Evaluate) -> tuple[list[Outcome], list[Outcome]]:
@@ -146,4 +154,4 @@ def finalists_of(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
     """Return the best trials, best first."""
     best_of(outcomes, "the sweep")
     complete = [outcome for outcome in outcomes if outcome.score is not None]
-    return sorted(complete, key=lambda outcome: -(outcome.score or 0.0))[:count]  # stable: the first of equals first
+    return sorted(complete, key=rank, reverse=True)[:count]  # stable, also in reverse: the first of equals first

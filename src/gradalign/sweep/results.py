@@ -17,7 +17,7 @@ from gradalign.experiment.store import SUMMARY, write_atomically, write_json, wr
 from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Found
 from gradalign.sweep.grid import Point, apply_point, ordered, shown
 from gradalign.sweep.plan import SweepPlan, plain
-from gradalign.sweep.protocol import Outcome, are_accuracies, best_of
+from gradalign.sweep.protocol import Outcome, are_accuracies, best_of, rank
 
 TRIALS, BEST = "trials.csv", "best.toml"
 _FACTS = ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "rounds_done", "rounds", "seconds")
@@ -121,7 +121,7 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
 
 def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     complete = [one for one in outcomes if one.score is not None and name not in (FINALISTS, TEST, TEST_BETA)]
-    best = max(complete, key=lambda one: one.score or 0.0) if complete else None
+    best = max(complete, key=rank) if complete else None
     return {
         "name": name,
         "algorithm": outcomes[0].entry,
