@@ -38,7 +38,7 @@ def call(*words: object, code: int = 0):
 
 
 def experiment_of(*folders: Path):
-    (experiment,), _ = arrange(gather(folders).runs)
+    (experiment,) = arrange(gather(folders).runs)
     return experiment
 
 
@@ -103,6 +103,7 @@ def test_all_pairs_together():
     assert "all 3 pairs" in overall(["agrees"] * 3)
     assert overall(["agrees", "disagrees", "undecided"]).startswith("The order does not agree")
     assert overall(["agrees", "undecided"]).startswith("Nothing contradicts")
+    assert overall(["undecided", "undecided"]).startswith("It cannot be told")
     assert "two finished seeds" in overall(["cannot tell", "cannot tell"])
 
 
@@ -168,10 +169,10 @@ def test_variants_of_one_algorithm_are_told_by_their_settings(tmp_path):
 def test_a_run_given_twice_counts_once(tmp_path):
     write_run(tmp_path / "a/run")
     write_run(tmp_path / "b/copy")
-    experiments, repeated = arrange(gather([tmp_path / "a", tmp_path / "a/run", tmp_path]).runs)
-    assert len(experiments[0].runs) == 1
-    assert len(repeated) == 1
-    assert "same settings and seed" in str(repeated[0])
+    gathered = gather([tmp_path / "a", tmp_path / "a/run", tmp_path])
+    assert [run.folder for run in gathered.runs] == [tmp_path / "a/run"]
+    (copy,) = gathered.skipped
+    assert str(copy).startswith(f"skipped {tmp_path / 'b/copy'}: the same settings and seed as")
 
 
 def test_several_experiments_on_one_page(tmp_path):
@@ -393,6 +394,11 @@ def test_where_the_page_goes(tmp_path):
     made = call("report", tmp_path / "run", "-o", tmp_path / "new/folder/page.html", "--title", "A & B", "--json")
     assert json.loads(made.stdout)["runs"] == 1
     assert "<h1>A &amp; B</h1>" in (tmp_path / "new/folder/page.html").read_text()
+    file = tmp_path / "run/spec.toml"
+    assert (
+        "need a folder" in call("report", tmp_path / "run", "-o", tmp_path / "x.html", "--figures", file, code=2).stderr
+    )
+    assert not (tmp_path / "x.html").exists()
     assert "is a folder; name the page" in call("report", tmp_path / "run", "-o", tmp_path, code=2).stderr
     assert call("report", tmp_path / "run", "-o", tmp_path / "run/spec.toml/x.html", code=2).stderr.count("\n") == 1
     assert not list(tmp_path.rglob("*.tmp"))

@@ -115,6 +115,10 @@ def test_curves_are_there_with_the_right_numbers(browser, page):
     assert drawn(browser, "r") == 2
     assert [trace["name"] for trace in traces(browser, "beta")] == ["fedga"], "FedAvg has no β"
     assert browser.find_elements("css selector", ".holdings .heatmaplayer image")
+    buttons = browser.execute_script(
+        "return [...document.querySelectorAll('.modebar-btn')].map((b) => b.dataset.title)"
+    )
+    assert set(buttons) == {"Download plot as a PNG", "Zoom in", "Zoom out", "Reset axes"}, "none sends data away"
     nothing_went_wrong(browser)
 
 

@@ -60,8 +60,10 @@ def report_gathered(
         raise GradalignError("there is no finished run to report; give a run's folder, a comparison's, or one above")
     if output.is_dir():
         raise GradalignError(f"{output} is a folder; name the page, for example {output / 'report.html'}")
-    experiments, repeated = arrange(gathered.runs)
-    page = page_bytes(experiments, [*gathered.skipped, *repeated], title)
+    if figures is not None and figures.exists() and not figures.is_dir():
+        raise GradalignError(f"{figures} is a file; the figures need a folder")
+    experiments = arrange(gathered.runs)
+    page = page_bytes(experiments, gathered.skipped, title)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, lambda file: _put(file, page))
     if figures is not None:

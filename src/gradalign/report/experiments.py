@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradalign.report.folders import Skipped, shown_text
-from gradalign.report.gather import Run, number_of
+from gradalign.report.folders import shown_text
+from gradalign.report.gather import Run, canonical, number_of
 
 _LONGEST_NAME = 80
 _NOT_SETTINGS = ("seed", "name", "paper", "full_size")
@@ -65,17 +64,16 @@ class Experiment:
         return None
 
 
-def arrange(runs: Iterable[Run]) -> tuple[list[Experiment], list[Skipped]]:
-    """Sort runs into experiments and groups; a run that is there twice is taken once."""
-    kept, repeated = _without_repeats(list(runs))
+def arrange(runs: Iterable[Run]) -> list[Experiment]:
+    """Sort runs into experiments and groups."""
     found: dict[str, list[Run]] = {}
     of_comparison: dict[Path, str] = {}
-    for run in kept:
-        key = _canonical([run.spec.get("name"), run.spec.get("task")])
+    for run in runs:
+        key = canonical([run.spec.get("name"), run.spec.get("task")])
         if run.comparison is not None:  # its entries belong together whatever they vary
             key = of_comparison.setdefault(run.comparison, key)
         found.setdefault(key, []).append(run)
-    return [_experiment(members) for members in found.values()], repeated
+    return [_experiment(members) for members in found.values()]
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -83,25 +81,10 @@ def settings_of(run: Run) -> dict[str, Any]:
     return dict(_flatten({key: value for key, value in run.spec.items() if key not in _NOT_SETTINGS}))
 
 
-def _without_repeats(runs: list[Run]) -> tuple[list[Run], list[Skipped]]:
-    order = {"complete": 0, "diverged": 1, "unfinished": 2}
-    kept: dict[str, Run] = {}
-    repeated = []
-    for run in sorted(runs, key=lambda run: order[run.state]):
-        key = _canonical([run.entry or run.spec["algorithm"]["name"], run.spec])
-        if key in kept:
-            reason = f"the same settings and seed as {shown_text(kept[key].folder)}"
-            repeated.append(Skipped(folder=shown_text(run.folder), reason=reason))
-        else:
-            kept[key] = run
-    chosen = {id(run) for run in kept.values()}
-    return [run for run in runs if id(run) in chosen], repeated
-
-
 def _experiment(runs: Sequence[Run]) -> Experiment:
     grouped: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.place):
-        grouped.setdefault(_canonical([_name_of(run), settings_of(run)]), []).append(run)
+        grouped.setdefault(canonical([_name_of(run), settings_of(run)]), []).append(run)
     members = [sorted(group, key=lambda run: run.seed) for group in grouped.values()]
     labels = _labels(members)
     groups = [
@@ -162,7 +145,3 @@ def _flatten(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iter
             yield from _flatten(value, f"{prefix}{shown_text(key)}.", depth + 1)
         else:
             yield f"{prefix}{shown_text(key)}", value
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)

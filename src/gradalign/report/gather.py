@@ -97,7 +97,30 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
             gathered.skipped.append(Skipped(folder=shown_text(folder), reason=reason))
         else:
             gathered.runs.append(run)
+    gathered.runs, repeated = _without_repeats(gathered.runs)
+    gathered.skipped += repeated
     return gathered
+
+
+def _without_repeats(runs: list[Run]) -> tuple[list[Run], list[Skipped]]:
+    """Return the runs with other settings or seeds, the finished ones first choice, and the copies of them."""
+    order = {"complete": 0, "diverged": 1, "unfinished": 2}
+    kept: dict[str, Run] = {}
+    repeated = []
+    for run in sorted(runs, key=lambda run: order[run.state]):
+        key = canonical([run.entry or run.spec["algorithm"]["name"], run.spec])
+        if key in kept:
+            reason = f"the same settings and seed as {shown_text(kept[key].folder)}"
+            repeated.append(Skipped(folder=shown_text(run.folder), reason=reason))
+        else:
+            kept[key] = run
+    chosen = {id(run) for run in kept.values()}
+    return [run for run in runs if id(run) in chosen], repeated
+
+
+def canonical(value: Any) -> str:
+    """Return settings as text that is the same for the same settings."""
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _last_round(rows: Sequence[Row]) -> int:

@@ -100,7 +100,9 @@ def overall(verdicts: Sequence[Verdict]) -> str:
         f"cannot be told in {counts['cannot tell']}",
     ]
     said = [word for word in words if not word.endswith(" 0")]
-    start = "Nothing contradicts the paper's order"
+    start = (
+        "Nothing contradicts the paper's order" if counts["agrees"] else "It cannot be told whether the order agrees"
+    )
     if counts["disagrees"]:
         start = "The order does not agree with the paper's"
     return f"{start}: of {total} pairs it {', '.join(said)}."

@@ -131,13 +131,15 @@
     const z = wide ? counts.map((row) => row.map((count) => count && Math.log10(count))) : counts;
     const ticks = wide ? { tickvals: [0, 1, 2, 3, 4, 5, 6].filter((power) => 10 ** power <= most), tickprefix: "10<sup>", ticksuffix: "</sup>" } : { nticks: 6, tickformat: "~s" };
     const dark = currentTheme() === "dark";
-    Plotly.react(place.querySelector(".plot"), [{
-      type: "heatmap", z, customdata: counts, zmin: 0, y: held.names.map(plain), colorscale: "Viridis", reversescale: !dark, xgap: held.counts.length <= 60 ? 1 : 0, ygap: 1,
+    const plot = place.querySelector(".plot");
+    plot.style.height = `${Math.min(Math.max(320, 14 * held.names.length), 900)}px`;
+    Plotly.react(plot, [{
+      type: "heatmap", z, customdata: counts, zmin: 0, zmax: wide ? Math.log10(most) : most, y: held.names.map(plain), colorscale: "Viridis", reversescale: !dark, xgap: held.counts.length <= 60 ? 1 : 0, ygap: 1,
       colorbar: { title: { text: "examples", side: "right" }, thickness: 14, outlinewidth: 0, ...ticks }, hovertemplate: "client %{x}, class %{y}: %{customdata} examples<extra></extra>", hoverongaps: false,
     }], {
       ...baseLayout(),
       xaxis: axisStyle({ title: { text: "client" }, showgrid: false, zeroline: false }),
-      yaxis: axisStyle({ title: { text: "class" }, type: "category", autorange: "reversed", showgrid: false }),
+      yaxis: axisStyle({ title: { text: "class" }, type: "category", autorange: "reversed", showgrid: false, ...(held.names.length <= 60 ? { dtick: 1 } : {}) }),
     }, CONFIG);
   }
 

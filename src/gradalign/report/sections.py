@@ -14,6 +14,8 @@ from gradalign.report.plots import curves_part, holdings_part
 from gradalign.report.series import Series
 from gradalign.report.table import Pair, comparison_table, pairs_of, paper_pairs
 
+_SHORT = 28  # letters of a name that still fit into one line
+
 
 def experiment_section(number: int, experiment: Experiment, series: Series, *, alone: bool) -> str:
     """Return one experiment's part of the page."""
@@ -38,10 +40,10 @@ def experiment_section(number: int, experiment: Experiment, series: Series, *, a
 def _facts(experiment: Experiment) -> str:
     """Say what data and what scale: a subset must not pass for the whole."""
     summaries = [run.summary for run in experiment.runs if run.summary]
-    task: Mapping[str, Any] = next((s["task"] for s in summaries if isinstance(s.get("task"), Mapping)), {})
+    asked = table_of(experiment.runs[0].spec.get("task"))
+    task: Mapping[str, Any] = next((s["task"] for s in summaries if isinstance(s.get("task"), Mapping)), asked)
     facts = {shown_text(key).replace("_", " "): _fact(key, value) for key, value in task.items() if key != "name"}
     seeds = sorted({run.seed for run in experiment.runs})
-    asked = table_of(experiment.runs[0].spec.get("task"))
     lines = {
         "task": shown_value(task.get("name") or asked.get("name") or "not named"),
         "data": ", ".join(f"{name} {value}" for name, value in facts.items()) or "not described",
@@ -75,7 +77,8 @@ def _distinct(values: Iterable[Any]) -> list[str]:
 def _comparison(experiment: Experiment) -> str:
     columns, rows = comparison_table(experiment)
     body = "".join(
-        f'<tr><th scope="row">{swatch(row.number)}{text(row.label)}</th><td>{text(row.seeds)}</td>'
+        f'<tr><th scope="row"{" class=long" * (len(row.label) > _SHORT)}>{swatch(row.number)}{text(row.label)}</th>'
+        + f"<td>{text(row.seeds)}</td>"
         + "".join(f"<td>{text(cell)}</td>" for cell in row.cells)
         + "</tr>"
         for row in rows
