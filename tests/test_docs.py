@@ -51,6 +51,7 @@ def test_the_tracking_pages_example_and_recipe(capsys):
         "CONTRIBUTING.md",
         "docs/architecture.md",
         "docs/flower.md",
+        "docs/sweeps.md",
         "docs/large-batches.md",
         "docs/report.md",
         "docs/theory.md",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gradalign.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.server import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.tasks.data import PartitionedClients
+    from gradalign.tasks.holdout import hold_out
     from gradalign.tasks.task import Task
 
 _HOMES = {
@@ -52,6 +53,7 @@ _HOMES = {
     "gradalign.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
     "gradalign.server": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),
     "gradalign.tasks.data": ("PartitionedClients",),
+    "gradalign.tasks.holdout": ("hold_out",),
     "gradalign.tasks.task": ("Task",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -86,6 +88,7 @@ __all__ = [
     "Warmup",
     "WeightsAndBiases",
     "__version__",
+    "hold_out",
     "run",
 ]
 

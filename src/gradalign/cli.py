@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gradalign import data_cli, report_cli, theory_cli, watch_cli
+from gradalign import data_cli, report_cli, sweep_cli, theory_cli, watch_cli
 from gradalign._version import __version__
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.launch import rank, under_torchrun
@@ -227,20 +227,25 @@ def tasks(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's.")],
+    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's, or a sweep's.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's spec and summary, or a comparison's table."""
+    """Show a run's spec and summary, or a comparison's or a sweep's tables."""
     with plain_errors():
         from gradalign.experiment.tables import load_shown, print_shown
 
         shown = load_shown(folder)
         if as_json:
             _print_json(shown)
+        elif shown["kind"] == "sweep":
+            from gradalign.sweep.tables import print_shown_sweep
+
+            print_shown_sweep(Console(), shown, folder)
         else:
             print_shown(Console(), shown, folder)
 
 
+sweep_cli.register(app)
 theory_cli.register(app)
 data_cli.register(app)
 report_cli.register(app)

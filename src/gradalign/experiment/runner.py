@@ -92,6 +92,8 @@ def _measured(
     row: Row = dict.fromkeys(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
+    scored_on = federation.task.scored_on
+    row |= {f"{scored_on}_loss": None, f"{scored_on}_accuracy": None}
     gradients: dict[int, Tensor] = {}
     losses: list[float] = []
     weights: list[float] = []
@@ -99,8 +101,8 @@ def _measured(
     if measure.due(measure.test_every, 50, state.round, rounds):
         score = engine.evaluate(state.point)
         if score is not None:
-            row["test_loss"] = score.loss / score.examples
-            row["test_accuracy"] = None if score.correct is None else score.correct / score.examples
+            row[f"{scored_on}_loss"] = score.loss / score.examples
+            row[f"{scored_on}_accuracy"] = None if score.correct is None else score.correct / score.examples
     if measure.due(measure.train_every, 20, state.round, rounds):
         clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
         for client, reply in engine.gradients(state.point, clients, round_index=state.round):
@@ -163,9 +165,21 @@ def summarise(rows: list[Row], federation: Federation, measure: Measure) -> dict
         "target_accuracy": measure.target_accuracy,
         "communication_rounds_to_target": rounds_to(rows, measure.target_accuracy),
     }
+    if federation.task.scored_on == "validation":
+        summary |= _validation_summary(rows)
     totals = ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds")
     summary |= {name: last[name] for name in totals}
     return summary | {"task": federation.task.describe(), "versions": versions()}
+
+
+def _validation_summary(rows: list[Row]) -> dict[str, Any]:
+    accuracies = [row["validation_accuracy"] for row in rows if row["validation_accuracy"] is not None]
+    losses = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
+    return {
+        "final_validation_accuracy": accuracies[-1] if accuracies else None,
+        "best_validation_accuracy": max(accuracies, default=None),
+        "final_validation_loss": losses[-1] if losses else None,
+    }
 
 
 def rounds_to(rows: list[Row], target: float | None) -> int | None:
