@@ -21,6 +21,8 @@ STYLES = ("-", "--", "-.", ":")
 LABELS = {
     "test_accuracy": "test accuracy",
     "test_loss": "test loss",
+    "validation_accuracy": "validation accuracy",
+    "validation_loss": "validation loss",
     "train_accuracy": "training accuracy",
     "train_loss": "training loss",
     "r": "r(x), variance of the gradients",

@@ -177,7 +177,8 @@ class Frame:
         for run, name in zip(shown, names, strict=True):
             line = Text("━━ " if braille else "-- ", style=styles[run.group])
             line.append(f"{name:<{name_width}}  ", style="default")
-            early = run.state == "stopped" and self.watched.kind == "sweep" and self.watched.at_work
+            going_on = self.watched.at_work or self.watched.ended
+            early = run.state == "stopped" and self.watched.kind == "sweep" and going_on
             line.append("ended early" if early else run.state, style=_STATES.get(run.state, "dim"))
             words = [_progress(run)] if alone else [_progress(run), _numbers(run)]
             line.append("".join(f", {word}" for word in words if word), style="default")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.files import COMPARISON, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, entry_folder
+from gradalign.experiment.files import COMPARISON, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, TRIALS, entry_folder
 from gradalign.experiment.follow import Followed, is_held
 from gradalign.experiment.foreign import UnreadableError, read_optional, read_table
 
@@ -59,9 +59,9 @@ class Watched:
 
     def _found(self, folder: Path) -> Followed:
         name = folder.relative_to(self.folder)
-        if name.parts[0] == "trials" and len(name.parts) > 2:
+        if name.parts[0] == TRIALS and len(name.parts) > 2:
             return Followed(folder, entry="/".join(name.parts[1:]), group=name.parts[1])
-        return Followed(folder, entry=re.sub(r"[/-]seed\d+$", "", str(name)))
+        return Followed(folder, entry=re.sub(r"[/_-]seed\d+$", "", str(name)))
 
     def _refuse_strangers(self) -> None:
         strangers = sorted(entry.name for entry in self.folder.iterdir() if not entry.name.startswith("."))

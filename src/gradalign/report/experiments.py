@@ -37,6 +37,15 @@ class Group:
         """The runs that reached their last round."""
         return [run for run in self.runs if run.state == "complete"]
 
+    @property
+    def scored_on(self) -> str:
+        """What its runs were scored on: "test" or "validation"."""
+        return self.runs[0].scored_on
+
+    def scores(self) -> list[float]:
+        """Return the final accuracy of every run that finished and has it: what groups are judged by."""
+        return self.finals(f"final_{self.scored_on}_accuracy")
+
     def finals(self, name: str) -> list[float]:
         """Return one number of the summaries, of every run that finished and has it."""
         found = (number_of(run.summary.get(name)) for run in self.complete)
@@ -49,6 +58,11 @@ class Experiment:
 
     name: str
     groups: tuple[Group, ...]
+
+    @property
+    def scored_on(self) -> str:
+        """What its runs were scored on: "test" or "validation"."""
+        return self.groups[0].scored_on
 
     @property
     def runs(self) -> list[Run]:
@@ -65,15 +79,16 @@ class Experiment:
 
 
 def arrange(runs: Iterable[Run]) -> list[Experiment]:
-    """Sort runs into experiments and groups."""
+    """Sort runs into experiments and groups; what was scored on held-out training data comes last, by itself."""
     found: dict[str, list[Run]] = {}
     of_comparison: dict[Path, str] = {}
     for run in runs:
-        key = canonical([run.spec.get("name"), run.spec.get("task")])
+        key = canonical([run.spec.get("name"), run.spec.get("task"), run.scored_on])
         if run.comparison is not None:  # its entries belong together whatever they vary
             key = of_comparison.setdefault(run.comparison, key)
         found.setdefault(key, []).append(run)
-    return [_experiment(members) for members in found.values()]
+    experiments = [_experiment(members) for members in found.values()]
+    return sorted(experiments, key=lambda experiment: experiment.scored_on)
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -93,7 +108,8 @@ def _experiment(runs: Sequence[Run]) -> Experiment:
     ]
     first = runs[0].spec
     name = first.get("name") or _table(first.get("task")).get("name") or "experiment"
-    return Experiment(name=_short_text(name), groups=tuple(groups))
+    scored = ", on validation data" if groups[0].scored_on == "validation" else ""
+    return Experiment(name=_short_text(name) + scored, groups=tuple(groups))
 
 
 def _name_of(run: Run) -> str:
@@ -128,6 +144,9 @@ def _short_text(text: object) -> str:
 
 
 def _paper_number(run: Run) -> PaperNumber | None:
+    """Return the paper's accuracy, which is one on test data: nothing else is set beside it."""
+    if run.scored_on != "test":
+        return None
     found = _table(_table(run.spec.get("paper")).get("test_accuracy")).get(_name_of(run))
     values = [number_of(value) for value in (found if isinstance(found, list) else [found])]
     if not values or values[0] is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gradalign.experiment.files import COMPARISON, HOLDINGS, METRICS, SPEC, SUMMARY, entry_folder
+from gradalign.experiment.files import COMPARISON, HOLDINGS, METRICS, SPEC, SUMMARY, SWEEP, TRIALS, entry_folder
 from gradalign.experiment.foreign import (
     Failure,
     UnreadableError,
@@ -69,6 +69,13 @@ class Run:
     place: int = 0
 
     @property
+    def scored_on(self) -> str:
+        """What it was scored on: "validation" where training examples were held out for that, else "test"."""
+        clients = self.spec.get("clients")
+        held_out = isinstance(clients, Mapping) and clients.get("holdout") is not None
+        return "validation" if held_out or any("validation_loss" in row for row in self.rows) else "test"
+
+    @property
     def seed(self) -> int:
         """The run's seed."""
         seed = self.spec.get("seed", 0)
@@ -88,13 +95,17 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
     found = find_runs(folders)
     gathered = Gathered(skipped=list(found.skipped))
     comparisons: dict[Path, dict[str, Any]] = {}
+    cut_short: dict[Path, list[Path]] = {}
     for folder in found.runs:
         try:
             run = _read_run(folder, comparisons)
         except UnreadableError as error:
             gathered.skipped.append(Skipped(folder=shown_text(folder), reason=shown_text(error)))
             continue
-        if run.state == "unfinished" and not unfinished:
+        sweep = _sweep_of(folder)
+        if run.state == "unfinished" and not unfinished and sweep is not None:
+            cut_short.setdefault(sweep, []).append(folder)
+        elif run.state == "unfinished" and not unfinished:
             rounds = f"{_last_round(run.rows):,} of {shown_text(run.spec.get('rounds', '?'))} rounds"
             why = f": {run.failure}" if run.failure else ""
             reason = f"not finished ({rounds} are written){why}; continue it with --resume, or add --unfinished"
@@ -102,8 +113,26 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
         else:
             gathered.runs.append(run)
     gathered.runs, repeated = _without_repeats(gathered.runs)
-    gathered.skipped += repeated
+    gathered.skipped += [*repeated, *(_cut_short(sweep, trials) for sweep, trials in cut_short.items())]
     return gathered
+
+
+def _sweep_of(folder: Path) -> Path | None:
+    """Return the sweep that a run is a trial of: trials lie in trials/STAGE/TRIAL below its folder."""
+    place = Path(os.path.abspath(folder))
+    if len(place.parts) < 4 or place.parent.parent.name != TRIALS or not (place.parents[2] / SWEEP).exists():
+        return None
+    return place.parents[2]
+
+
+def _cut_short(sweep: Path, trials: Sequence[Path]) -> Skipped:
+    """Say in one line what is left out of a sweep: there may be hundreds."""
+    count = f"{len(trials)} trial{'s' * (len(trials) > 1)}"
+    if (sweep / SUMMARY).exists():
+        reason = f"{count} that the sweep ended early; --unfinished shows them"
+    else:
+        reason = f"{count} not finished: ended early, or the sweep is not done; --unfinished shows them"
+    return Skipped(folder=shown_text(os.path.normpath(trials[0] / ".." / "..")), reason=reason)
 
 
 def _without_repeats(runs: list[Run]) -> tuple[list[Run], list[Skipped]]:

@@ -117,8 +117,8 @@ def _order(experiment: Experiment) -> str:
     content = f"{top}<tbody>{''.join(_pair_row(pair) for pair in pairs)}</tbody>"
     return (
         f'<h3>{text(title)}</h3><p class="verdict">{text(answer)}</p>'
-        f'<p class="soft">{text(rule)} Judged by the final test accuracy; differences in points, ± half the interval.'
-        "</p>"
+        f'<p class="soft">{text(rule)} Judged by the final {experiment.scored_on} accuracy; differences in points, '
+        "± half the interval.</p>"
         f"{folded('All pairs', wide_table('Pairs', content), len(pairs))}"
     )
 

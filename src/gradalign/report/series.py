@@ -29,6 +29,8 @@ class Quantity:
 CHOICES = (
     Quantity(key="test_accuracy", label=LABELS["test_accuracy"], percent=True),
     Quantity(key="test_loss", label=LABELS["test_loss"], logarithmic=True),
+    Quantity(key="validation_accuracy", label=LABELS["validation_accuracy"], percent=True),
+    Quantity(key="validation_loss", label=LABELS["validation_loss"], logarithmic=True),
     Quantity(key="train_accuracy", label=LABELS["train_accuracy"], percent=True),
 )
 DRIFT = Quantity(key="drift", label="drift ‖ḡ − g₁‖ of the first client", logarithmic=True)

@@ -12,7 +12,6 @@ from gradalign.report.order import Difference, Verdict, difference, spread_of, v
 
 _MOST_PAIRED = 8
 MOST_UNSORTED = 12
-JUDGED_BY = "final_test_accuracy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +39,13 @@ class Pair:
 def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[TableRow]]:
     """Return the heads of the columns after algorithm and seeds, and the rows; of many groups the best come first."""
     groups = experiment.groups
-    scored = any(group.finals(JUDGED_BY) for group in groups)
+    on = experiment.scored_on
+    scored = any(group.scores() for group in groups)
     with_paper = any(group.paper for group in groups)
-    heads = ["final test accuracy, %", "best test accuracy, %"] if scored else []
+    heads = [f"final {on} accuracy, %", f"best {on} accuracy, %"] if scored else []
     if with_paper:
         heads += ["paper, %", "ours − paper"]
-    heads += ["final test loss", "final r(x)", "communication rounds", "seconds"]
+    heads += [f"final {on} loss", "final r(x)", "communication rounds", "seconds"]
     places = {id(group): place for place, group in enumerate(groups)}
     ordered = groups if len(groups) <= MOST_UNSORTED else ranked(experiment)
     return tuple(heads), [_row(group, places[id(group)], scored=scored, with_paper=with_paper) for group in ordered]
@@ -54,11 +54,11 @@ def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[Tabl
 def _row(group: Group, number: int, *, scored: bool, with_paper: bool) -> TableRow:
     cells = []
     if scored:
-        cells += [_percent(group.finals(JUDGED_BY)), _percent(group.finals("best_test_accuracy"))]
+        cells += [_percent(group.scores()), _percent(group.finals(f"best_{group.scored_on}_accuracy"))]
     if with_paper:
         cells += [_paper(group), _beside_paper(group)]
     cells += [
-        _mean_and_std(group.finals("final_test_loss"), ".4g"),
+        _mean_and_std(group.finals(f"final_{group.scored_on}_loss"), ".4g"),
         _mean_and_std(group.finals("final_r"), ".3g"),
         _mean_and_std(group.finals("communication_rounds"), ",.0f"),
         _mean_and_std(group.finals("seconds"), ".3g"),
@@ -97,15 +97,15 @@ def _paper(group: Group) -> str:
 
 
 def _beside_paper(group: Group) -> str:
-    spread = spread_of(group.finals(JUDGED_BY))
+    spread = spread_of(group.scores())
     return "–" if group.paper is None or spread is None else f"{100 * spread[0] - group.paper.mean:+.2f}"
 
 
 def ranked(experiment: Experiment) -> list[Group]:
-    """Return the groups with the highest mean of the final test accuracy first, those without any at the end."""
+    """Return the groups with the highest mean of the final accuracy first, those without any at the end."""
 
     def height(group: Group) -> float:
-        spread = spread_of(group.finals(JUDGED_BY))
+        spread = spread_of(group.scores())
         return spread[0] if spread else float("-inf")
 
     return sorted(experiment.groups, key=height, reverse=True)
@@ -133,9 +133,7 @@ def paper_pairs(experiment: Experiment) -> list[Pair]:
 
 def pair_of(first: Group, second: Group) -> Pair:
     """Compare two groups with one another and with the paper."""
-    ours = difference(
-        [100 * value for value in first.finals(JUDGED_BY)], [100 * value for value in second.finals(JUDGED_BY)]
-    )
+    ours = difference([100 * value for value in first.scores()], [100 * value for value in second.scores()])
     if first.paper is None or second.paper is None:
         return Pair(first=first, second=second, ours=ours, paper=None)
     apart = round(first.paper.mean - second.paper.mean, 9)

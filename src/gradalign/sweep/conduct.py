@@ -11,6 +11,7 @@ from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import RDBStorage
 
 from gradalign.experiment.api import Where
+from gradalign.experiment.files import TRIALS
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.ledger import Claim, Job, StageBook
 from gradalign.sweep.plan import SweepPlan
@@ -163,7 +164,7 @@ class Conductor:
         job, test = claim.job, stage.name in (TEST, TEST_BETA)
         searching = stage.name not in _FINAL
         name = folder_name(job.slot, claim.point) + ("" if searching else f"_seed{job.seed}")
-        place = Path("trials") / stage.name / name
+        place = Path(TRIALS) / stage.name / name
         try:
             spec = self._plan.spec(stage.entry, claim.point, job.seed, test=test)
             with book.beating(claim):

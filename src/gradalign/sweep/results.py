@@ -21,7 +21,7 @@ from gradalign.sweep.grid import Point, apply_point, ordered, shown
 from gradalign.sweep.plan import SweepPlan, plain
 from gradalign.sweep.protocol import Outcome, are_accuracies, best_of, rank
 
-TRIALS, BEST = "trials.csv", "best.toml"
+TABLE, BEST = "trials.csv", "best.toml"
 _FACTS = ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "rounds_done", "rounds", "seconds")
 
 
@@ -42,7 +42,7 @@ class TrialsFile:
     """trials.csv, written anew whenever something has changed."""
 
     def __init__(self, folder: Path, plan: SweepPlan) -> None:
-        self._path, self._lists, self._before = folder / TRIALS, plan.search.lists, ""
+        self._path, self._lists, self._before = folder / TABLE, plan.search.lists, ""
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
         """Write all trials known so far."""

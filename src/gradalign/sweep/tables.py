@@ -16,7 +16,7 @@ from gradalign.experiment.tables import spread_words
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.plot import BETA, VALUES
 from gradalign.sweep.progress import score_words
-from gradalign.sweep.results import BEST, TRIALS
+from gradalign.sweep.results import BEST, TABLE
 
 
 def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
@@ -57,7 +57,7 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
     )
     if summary["scale"]:
         console.print(f"scale: {escape(summary['scale'])}", soft_wrap=True)
-    places = {"best values": BEST, "all trials": TRIALS, "accuracy over β": BETA, "accuracy over each value": VALUES}
+    places = {"best values": BEST, "all trials": TABLE, "accuracy over β": BETA, "accuracy over each value": VALUES}
     for what, file in places.items():
         if (folder / file).exists():
             console.print(f"{what}: {escape(str(folder / file))}", soft_wrap=True)
