@@ -207,6 +207,45 @@ def test_a_run_that_can_go_on_is_unfinished_and_says_what_stopped_it(tmp_path):
     assert "seed 1: unfinished: 2 of 4 clients answered" in page
 
 
+def validated(accuracy: float) -> dict[str, str]:
+    """The files of a run that was scored on held-out training data."""
+    rows = [row | {"test_accuracy": None, "test_loss": None} for row in rows_of(accuracy)]
+    rows = [row | {"validation_accuracy": accuracy * row["round"] / 4, "validation_loss": 1.0} for row in rows]
+    summary = {"final_validation_accuracy": accuracy, "best_validation_accuracy": accuracy, "final_validation_loss": 1}
+    return {"metrics": "".join(json.dumps(row) + "\n" for row in rows), "summary": json.dumps(summary)}
+
+
+def test_a_sweeps_search_stands_by_itself_on_validation_data(tmp_path):
+    search, test = tmp_path / "s/trials/beta-coarse", tmp_path / "s/trials/test"
+    for number, (beta, accuracy) in enumerate(((0.1, 0.5), (1.0, 0.75))):
+        spec = spec_of(paper=PAPER, clients={"holdout": 0.1}) | {"algorithm": {"name": "fedga", "beta": beta}}
+        write_run(search / f"{number:03d}", spec, **validated(accuracy))
+    for number in (2, 3):
+        spec = spec_of(clients={"holdout": 0.1}) | {"algorithm": {"name": "fedga", "beta": float(number)}}
+        write_run(search / f"{number:03d}", spec, **validated(0.1) | {"summary": None})
+    write_run(test / "000", spec_of(paper=PAPER), final=0.7)
+    (tmp_path / "s/sweep.toml").touch()
+    gathered = gather([tmp_path / "s"])
+    (cut_short,) = gathered.skipped
+    assert str(cut_short).startswith(f"skipped {tmp_path}/s/trials: 2 trials not finished: ended early, or the sweep")
+    (tmp_path / "s/summary.json").write_text('{"kind": "sweep"}')
+    (cut_short,) = gather([tmp_path / "s"]).skipped
+    assert cut_short.reason == "2 trials that the sweep ended early; --unfinished shows them"
+
+    tested, validation = arrange(gathered.runs)
+    assert (tested.name, validation.name) == ("example", "example (validation data)")
+    heads, (row,) = comparison_table(tested)
+    assert dict(zip(heads, row.cells, strict=True))["paper, %"] == "85.00 ± 0.50"
+    heads, rows = comparison_table(validation)
+    assert heads[:3] == ("final validation accuracy, %", "best validation accuracy, %", "final validation loss")
+    assert [row.cells[0] for row in rows] == ["50.00", "75.00"]
+    assert [row.label for row in rows] == ["fedga (β=0.1)", "fedga (β=1)"]
+    page = data_of(write_report([tmp_path / "s"], tmp_path / "r.html"))
+    assert page["experiments"][0]["choices"] == ["test_accuracy", "test_loss", "train_accuracy"]
+    assert page["experiments"][1]["choices"] == ["validation_accuracy", "validation_loss", "train_accuracy"]
+    assert page["experiments"][1]["curves"]["validation_accuracy"][1]["mean"] == [0, 0.1875, 0.375, 0.5625, 0.75]
+
+
 def test_the_recipe_on_the_page_gives_the_same_settings_again(tmp_path):
     folder = tmp_path / "c"
     for name, algorithm, rounds in (

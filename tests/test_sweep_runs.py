@@ -85,6 +85,22 @@ def test_a_sweep_leaves_everything_behind(whole):
     assert "±" in result.stdout
 
 
+def test_a_sweep_can_be_reported_and_watched(whole):
+    folder, _ = whole
+    rows = rows_of(folder)
+    tested = {(row["beta"], row["lr"], row["K"], row["seed"]) for row in rows if row["stage"] in ("test", "test-beta")}
+    early = sum(row["state"] == "pruned" for row in rows)
+    done = call("report", folder, "-o", "page.html", "--json")
+    found = json.loads(done.stdout)
+    searched = sum(row["state"] == "complete" and not row["stage"].startswith("test") for row in rows)
+    assert found["runs"] == searched + len(tested), "what --test-beta repeats of the finalists is there once"
+    assert f"trials: {early} trial" in done.stderr
+    assert "(validation data)" in Path("page.html").read_text()
+    shown = call("watch", folder, "--once").stdout
+    assert f"{len(rows) - early} of {len(rows)} runs complete" in shown
+    assert "stopped" not in shown
+
+
 def test_the_test_set_is_for_the_end_only(whole):
     folder, _ = whole
     for row in rows_of(folder):

@@ -12,7 +12,7 @@ from typing import Any
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import build_federation, task_of
-from gradalign.experiment.files import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, entry_folder
+from gradalign.experiment.files import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, safe_name
 from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.runner import Row, rounds_to, versions
 from gradalign.experiment.scale import describe_scale
@@ -60,7 +60,7 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
     if len(set(entries)) < len(entries):
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
     first = recipe.spec().seed
-    folders = {entry: folder / entry_folder(entry) for entry in entries}
+    folders = {entry: folder / safe_name(entry) for entry in entries}
     if len(set(folders.values())) < len(entries):
         raise GradalignError("--algorithms has names that would share a folder; choose names that differ in letters")
     unused = unused_changes(recipe, entries)

@@ -19,9 +19,9 @@ TENSORBOARD, WANDB = "tensorboard", "wandb"
 """The trackers' own folders."""
 
 
-def entry_folder(entry: str) -> str:
-    """Return the name of the folder that a comparison's entry has."""
-    return re.sub(r"[^\w.+-]+", "-", entry)
+def safe_name(text: str) -> str:
+    """Return text as a file or folder may be called; a comparison's entry names its folder so."""
+    return re.sub(r"[^\w.+-]+", "-", text)
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.files import COMPARISON, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, TRIALS, entry_folder
+from gradalign.experiment.files import COMPARISON, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, TRIALS, safe_name
 from gradalign.experiment.follow import Followed, is_held
 from gradalign.experiment.foreign import UnreadableError, read_optional, read_table
 
@@ -115,7 +115,7 @@ def _planned(folder: Path) -> list[Followed]:
     except (UnreadableError, ValueError, KeyError, TypeError) as error:
         raise GradalignError(f"{folder / COMPARISON} is not a comparison's description: {error}") from None
     return [
-        Followed(folder / entry_folder(entry) / f"seed{seed}", entry=entry, seed=seed)
+        Followed(folder / safe_name(entry) / f"seed{seed}", entry=entry, seed=seed)
         for entry in entries
         for seed in seeds
     ]

@@ -108,7 +108,7 @@ def _experiment(runs: Sequence[Run]) -> Experiment:
     ]
     first = runs[0].spec
     name = first.get("name") or _table(first.get("task")).get("name") or "experiment"
-    scored = ", on validation data" if groups[0].scored_on == "validation" else ""
+    scored = " (validation data)" if groups[0].scored_on == "validation" else ""
     return Experiment(name=_short_text(name) + scored, groups=tuple(groups))
 
 

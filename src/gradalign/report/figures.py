@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from gradalign.experiment.curves import COLOURS, STYLES
-from gradalign.experiment.files import write_atomically
+from gradalign.experiment.files import safe_name, write_atomically
 from gradalign.report.experiments import Experiment
 from gradalign.report.gather import Held
 from gradalign.report.plots import divisions
@@ -57,7 +56,7 @@ def _prefixes(experiments: Sequence[Experiment]) -> list[str]:
     """Return what the files' names begin with: the experiment's name, with a number where it is there twice."""
     taken: list[str] = []
     for experiment in experiments:
-        name = re.sub(r"[^\w.+-]+", "-", experiment.name).strip("-.")[:60] or "experiment"
+        name = safe_name(experiment.name).strip("-.")[:60] or "experiment"
         same = sum(one == name or one.startswith(f"{name}-") for one in taken)
         taken.append(name if same == 0 else f"{name}-{same + 1}")
     return [f"{name}-" for name in taken]

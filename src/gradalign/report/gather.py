@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gradalign.experiment.files import COMPARISON, HOLDINGS, METRICS, SPEC, SUMMARY, SWEEP, TRIALS, entry_folder
+from gradalign.experiment.files import COMPARISON, HOLDINGS, METRICS, SPEC, SUMMARY, SWEEP, TRIALS, safe_name
 from gradalign.experiment.foreign import (
     Failure,
     UnreadableError,
@@ -255,7 +255,7 @@ def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) 
     if not isinstance(names, list):
         return None, 0, None
     for number, name in enumerate(names):
-        if isinstance(name, str) and entry_folder(name) == place.parent.name:
+        if isinstance(name, str) and safe_name(name) == place.parent.name:
             return shown_text(name), number, above
     return None, 0, None
 

@@ -12,7 +12,7 @@ import optuna
 from gradalign.errors import DivergedError
 from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import task_of
-from gradalign.experiment.files import METRICS, entry_folder
+from gradalign.experiment.files import METRICS, safe_name
 from gradalign.experiment.recipes import Recipe
 from gradalign.experiment.runner import Row
 from gradalign.experiment.scale import apply_scale
@@ -59,7 +59,7 @@ def trial_spec(recipe: Recipe, entry: str, point: Point, seed: int, holdout: flo
 def folder_name(slot: int, point: Point) -> str:
     """Return a readable name for a trial's run folder."""
     words = "_".join(f"{name}{shown(value)}" for name, value in point.items())
-    return entry_folder(f"{slot:03d}_{words}")
+    return safe_name(f"{slot:03d}_{words}")
 
 
 class TrialRunner:
