@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,8 @@ import gradalign as ga
 from conftest import vector
 from gradalign.cohort import layers_of
 from gradalign.engines.group import GroupTrainer
-from gradalign.fast import pool_before_relu
-from gradalign.flat import FlatModel
+from gradalign.fast import fill_channels, pool_before_relu
+from gradalign.flat import FlatModel, all_finite
 from gradalign.local import LocalTrainer
 from gradalign.tasks.digits import digits
 
@@ -168,3 +170,81 @@ def test_the_digits_task_trains_in_cohorts_and_says_so_in_its_spec(tmp_path):
     assert "fast = false" in (tmp_path / "r/spec.toml").read_text()
     with pytest.raises(ga.GradalignError, match=r"fast \(False there, True now\)"):
         ga.run(task, ga.FedAvg(), rounds=1, workers=0, out=tmp_path / "r", resume=True)
+
+
+def few_channels() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 5, 3), nn.ReLU(), nn.Conv2d(5, 9, 2, bias=False),
+        nn.Flatten(), nn.Linear(81, 5),
+    )  # fmt: skip
+
+
+def test_filled_channels_give_the_same_function_and_the_same_gradients():
+    torch.manual_seed(0)
+    plain = few_channels()
+    filled = copy.deepcopy(plain)
+    fill_channels(filled)
+    assert [type(layer) is nn.Conv2d for layer in filled if isinstance(layer, nn.Conv2d)] == [False, False, False]
+    assert filled[0](torch.randn(1, 3, 14, 14)).shape[1] == 8, "six channels become eight"
+    inputs = torch.randn(4, 3, 14, 14)
+    for model in (plain, filled):
+        model(inputs).square().sum().backward()
+    assert torch.allclose(filled(inputs), plain(inputs), rtol=1e-5, atol=1e-6)
+    assert list(filled.state_dict()) == list(plain.state_dict())
+    for own, other in zip(filled.parameters(), plain.parameters(), strict=True):
+        assert own.shape == other.shape
+        assert torch.allclose(own.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_channels_are_filled_only_where_nothing_else_can_see_them():
+    shared = nn.Conv2d(6, 6, 3)
+    between = [nn.Sequential(nn.Conv2d(3, 6, 3), layer, nn.Conv2d(6, 8, 3)) for layer in (nn.Dropout2d(), nn.Sigmoid())]
+    grouped = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=2))
+    hooked = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 8, 3))
+    hooked[0].register_forward_hook(lambda *_: None)
+    for model in (*between, nn.Sequential(shared, shared), grouped, hooked, nn.Sequential(nn.Conv2d(3, 6, 3))):
+        fill_channels(model)
+        assert all(type(part) is nn.Conv2d for part in model.modules() if isinstance(part, nn.Conv2d))
+
+
+class Peeking(nn.Module):
+    """A model that uses a part of its Sequential on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = few_channels()[:6], nn.Linear(6 * 144 + 81, 5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        seen = self.body[0](inputs)
+        return self.head(torch.cat([seen.flatten(1), self.body(inputs).flatten(1)], dim=1))
+
+
+@pytest.mark.parametrize("model", [few_channels, Peeking])
+def test_few_channels_agree_with_the_plain_loop(model):
+    task = images(model)
+    assert LocalTrainer(task, ga.LocalTraining(), 0).channels_last == (model is few_channels)
+    close(both(task, ga.FedGA(beta=0.1) + ga.Scaffold(), LOCALS[0]))
+
+
+def test_parameters_that_a_step_does_not_use_only_decay():
+    """y ← y − α·wd·y for a parameter without a gradient, K times."""
+
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 3), nn.Parameter(torch.ones(2))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.used(inputs.flatten(1))
+
+    task = ga.Task(model=Unused, clients=small(2, [5]).clients)
+    result = ga.run(task, ga.FedAvg(), rounds=1, workers=0, local=ga.LocalTraining(lr=0.5, steps=3, weight_decay=0.2))
+    assert torch.allclose(result.model.unused, torch.full((2,), 0.9**3))
+
+
+def test_not_finite_numbers_are_found_and_large_ones_are_not_mistaken():
+    huge = torch.full((5,), 3e38)
+    assert all_finite(huge), "its sum overflows"
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        assert not all_finite(torch.tensor([1.0, bad, 2.0]))
+    assert not all_finite(torch.tensor([float("inf"), float("-inf")]))

@@ -36,6 +36,15 @@ class Point:
         return sum(vector.numel() * vector.element_size() for vector in (self.x, self.floats, self.ints))
 
 
+def all_finite(vector: Tensor) -> bool:
+    """Return whether no number is NaN or infinite.
+
+    A sum of finite numbers is finite unless it overflows, and one pass over the vector is much cheaper than the
+    several of ``isfinite``, which decides when the sum leaves a doubt.
+    """
+    return bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())
+
+
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
@@ -63,8 +72,8 @@ class FlatModel:
         total = sum(p.numel() for p in self._parameters)
         self.vector = torch.empty(total, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.vector)
-        self._gradient_views = self._views(self.gradient)
-        for p, view in zip(self._parameters, self._views(self.vector), strict=True):
+        self._own_views, self._gradient_views = self.views(self.vector), self.views(self.gradient)
+        for p, view in zip(self._parameters, self._own_views, strict=True):
             view.copy_(p.detach())
             p.data = view
         buffers = dict(module.named_buffers())
@@ -93,7 +102,7 @@ class FlatModel:
             if name in current and current[name].shape == value.shape:
                 current[name].data.copy_(value)
 
-    def _views(self, vector: Tensor, *, inside: bool = True) -> list[Tensor]:
+    def views(self, vector: Tensor, *, inside: bool = True) -> list[Tensor]:
         """Return the parameters' views of a flat vector, in the layout of the inside or of the outside."""
         views, offset = [], 0
         for p, permuted in zip(self._parameters, self._permuted, strict=True):
@@ -112,7 +121,7 @@ class FlatModel:
         if not any(self._permuted):
             return vector
         inner = torch.empty_like(self.vector)
-        for view, source in zip(self._views(inner), self._views(vector, inside=False), strict=True):
+        for view, source in zip(self.views(inner), self.views(vector, inside=False), strict=True):
             view.copy_(source)
         return inner
 
@@ -121,14 +130,41 @@ class FlatModel:
         if not any(self._permuted):
             return vector
         outer = torch.empty_like(vector)
-        for view, source in zip(self._views(outer, inside=False), self._views(vector), strict=True):
+        for view, source in zip(self.views(outer, inside=False), self.views(vector), strict=True):
             view.copy_(source)
+        return outer
+
+    def way(self, start: Tensor, end: Tensor) -> Tensor:
+        """Return end − start, two vectors from inside, in the layout of the outside."""
+        if not any(self._permuted):
+            return end - start
+        outer = torch.empty_like(end)
+        for view, to, since in zip(self.views(outer, inside=False), self.views(end), self.views(start), strict=True):
+            torch.sub(to, since, out=view)
         return outer
 
     def attach_gradients(self) -> None:
         """Make every parameter accumulate into the flat gradient, also after user code replaced ``.grad``."""
         for p, view in zip(self._parameters, self._gradient_views, strict=True):
             p.grad = view
+
+    def drop_gradients(self) -> None:
+        """Leave the parameters without gradients, so that backward hands over fresh ones."""
+        for p in self._parameters:
+            p.grad = None
+
+    def take_gradients(self) -> list[Tensor]:
+        """Return the parameters' gradients, zeros where there is none, and leave the parameters without."""
+        taken = []
+        for p in self._parameters:
+            gradient = p.grad
+            if gradient is None:
+                gradient = torch.zeros_like(p)
+            elif gradient.layout != torch.strided:
+                gradient = gradient.to_dense()
+            taken.append(gradient)
+            p.grad = None
+        return taken
 
     def _buffers(self, floating: bool) -> list[Tensor]:
         current = dict(self.module.named_buffers())
@@ -158,6 +194,7 @@ class FlatModel:
 
     def load(self, point: Point) -> None:
         """Overwrite the module's parameters and buffers."""
-        self.vector.copy_(self.inward(point.x))
+        for view, source in zip(self._own_views, self.views(point.x, inside=False), strict=True):
+            view.copy_(source)
         self.write_buffers(point.floats, point.ints)
         self._reset_constants()

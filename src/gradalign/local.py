@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.errors import GradalignError
-from gradalign.fast import gains_from_channels_last, pool_before_relu, to_channels_last
+from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
 from gradalign.plan import Plan
 from gradalign.schedule import Schedule, require, setting_of
 from gradalign.seeding import Purpose, global_stream, torch_stream
+from gradalign.step import LocalStep
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
 
@@ -152,27 +153,41 @@ class LocalTrainer:
         self.task, self.local, self.seed, self.fast = task, local, seed, fast
         self.device = torch.device(device)
         model = task.make_model(seed, self.device)
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.channels_last = False
         if fast and self.device.type == "cpu":
-            pool_before_relu(model)
-            self.channels_last = gains_from_channels_last(model) and self._allows_channels_last(model)
+            model = self._faster(model)
         self.flat = FlatModel(model, channels_last=self.channels_last)
         self.dtype = self.flat.vector.dtype
 
-    def _allows_channels_last(self, model: nn.Module) -> bool:
-        """Return whether the model gives the same outputs, to rounding, for images laid out with channels innermost.
+    def _faster(self, model: nn.Module) -> nn.Module:
+        """Return a copy of the model that computes the same faster, or the model itself when the copy does not."""
+        if not gains_from_channels_last(model):
+            return model
+        changed = copy.deepcopy(model)
+        pool_before_relu(changed)
+        fill_channels(changed)
+        changed.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.channels_last = self._same_function(model, changed)
+        return changed if self.channels_last else model
 
-        The layout changes no number, but a model's own code may depend on it, for example by ``view``.
+    def _same_function(self, model: nn.Module, changed: nn.Module) -> bool:
+        """Return whether both models give the same outputs, to rounding, for a client's first examples.
+
+        The changes are made so that they do; but a model's own code may depend on the layout of its images (for example
+        by ``view``), or use a part of a ``Sequential`` on its own.
         """
-        rows = torch.arange(min(2, len(self.task.client(0))))
-        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        batch = self._place(self.task.client(0).batch(rows))
-        model.eval()
+        rows = torch.arange(min(2, len(self.task.client(0, self.seed))))
+        outputs = []
         try:
-            with torch.no_grad(), global_stream(self.seed, Purpose.TRAIN):
-                plain, _ = self.task.predict(model, batch)
-                other_model = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-                other, _ = self.task.predict(other_model, to_channels_last(batch))
+            batch = self._place(self.task.client(0, self.seed).batch(rows))
+            for candidate in (model, changed):
+                candidate.eval()
+                with torch.no_grad(), global_stream(self.seed, Purpose.TRAIN):
+                    inputs = to_channels_last(batch) if candidate is changed else batch
+                    outputs.append(self.task.predict(candidate, inputs)[0])
+                candidate.train()
+            plain, other = outputs
             return isinstance(plain, Tensor) and torch.allclose(plain, other, rtol=1e-4, atol=1e-5)
         except Exception:
             return False  # whatever is wrong with the batch or the model, training itself will say it properly
@@ -245,7 +260,7 @@ class LocalTrainer:
         flat = self.flat
         flat.load(point)
         flat.module.train()
-        flat.attach_gradients()
+        flat.drop_gradients()
         with torch.enable_grad(), global_stream(self.seed, Purpose.TRAIN, round_index, client):
             update, loss, seen = self._walk(plan, itertools.islice(batches, steps), examples, lr)
         floats, ints = flat.read_buffers()
@@ -265,10 +280,8 @@ class LocalTrainer:
         y, where gradients are taken, is ``flat.vector``. With the displacement inside every step the client's own
         point is z = y − v; with the displacement at the start it is y itself.
         """
-        y, direction = self.flat.vector, self.flat.gradient
+        y = self.flat.vector
         shift = None if plan.displacement is None else self.flat.inward(plan.displacement)
-        # The step's affine part: wd·y + c + μ(y − x) = decay·y + constant.
-        decay = self.local.weight_decay + plan.pull
         constant = None if plan.correction is None else self.flat.inward(plan.correction)
         if plan.pull:
             constant = -plan.pull * y if constant is None else constant - plan.pull * y
@@ -277,39 +290,26 @@ class LocalTrainer:
         if shift is not None and not inside:
             y.add_(shift)
         start = z.clone()
-        velocity: Tensor | None = None
+        step = LocalStep(
+            self.flat,
+            z,
+            lr=lr,
+            decay=self.local.weight_decay + plan.pull,
+            constant=constant,
+            momentum=self.local.momentum,
+            clip_norm=self.local.clip_norm,
+        )
         total, seen, augment = torch.zeros((), dtype=torch.float64), 0, self.task.augment
         for rows in batches:
             if inside and shift is not None:
                 torch.add(z, shift, out=y)
             batch = examples.batch(rows)
-            total += self._direction(batch if augment is None else augment(batch), decay, constant)
+            loss = self.loss(batch if augment is None else augment(batch))[0]
+            loss.backward()
+            step.take()
+            total += loss.detach().to("cpu", torch.float64)
             seen += len(rows)
-            if self.local.momentum:
-                velocity = direction.clone() if velocity is None else velocity.mul_(self.local.momentum).add_(direction)
-            z.add_(direction if velocity is None else velocity, alpha=-lr)
-        return self.flat.outward(z - start), float(total), seen
-
-    def _direction(self, batch: Any, decay: float, constant: Tensor | None) -> Tensor:
-        """Fill ``flat.gradient`` with ∇f(y; batch) + decay·y + constant and return the loss."""
-        y, direction, clip = self.flat.vector, self.flat.gradient, self.local.clip_norm
-        loss = self.loss(batch)[0]
-        if clip is None:
-            # Backward accumulates, so the affine part goes in first: one pass over the vector less.
-            torch.mul(y, decay, out=direction)
-            if constant is not None:
-                direction.add_(constant)
-            loss.backward()
-        else:
-            direction.zero_()
-            loss.backward()
-            norm = float(torch.linalg.vector_norm(direction))
-            if norm > clip:
-                direction.mul_(clip / norm)
-            direction.add_(y, alpha=decay)
-            if constant is not None:
-                direction.add_(constant)
-        return loss.detach().to("cpu", torch.float64)
+        return self.flat.way(start, z), float(total), seen
 
     @torch.no_grad()
     def evaluate(self, point: Point, examples: Examples, rows: Tensor) -> Score:

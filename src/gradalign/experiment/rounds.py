@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gradalign.alignment import weighted_mean
 from gradalign.engines import Engine, RemoteEngine
+from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, TooFewClientsError
-from gradalign.flat import Point
+from gradalign.flat import Point, all_finite
 from gradalign.local import ClientUpdate, LocalTraining
 from gradalign.plan import ClientView, Combination
 from gradalign.schedule import value_at
@@ -117,7 +118,7 @@ def gather_gradients(
     missing = [client for client in clients if client not in gradients]
     limit = federation.local.gradient_examples
     for client, reply in engine.gradients(state.point, missing, round_index=state.round, limit=limit):
-        if not math.isfinite(reply.loss) or not bool(torch.isfinite(reply.gradient).all()):
+        if not math.isfinite(reply.loss) or not all_finite(reply.gradient):
             raise _diverged("gradient", state.round, client, federation)
         gradients[client] = reply.gradient.to("cpu", copy=True)
     return {client: gradients[client] for client in clients if client in gradients}
@@ -234,7 +235,7 @@ class _Round:
         """Let the clients train and add up what they report."""
         tally = _Tally(self.state)
         for client, reply in self.train(engine):
-            if not math.isfinite(reply.loss) or not bool(torch.isfinite(reply.update).all()):
+            if not math.isfinite(reply.loss) or not all_finite(reply.update):
                 raise _diverged("loss", self.state.round, client, self.federation)
             weight = self.weights[client]
             tally.add(reply, weight)
@@ -277,7 +278,7 @@ class _Round:
             update = part.steer(update, shared.get(part.label), tally.reported)
         x, memory = self.algorithm.server.step(state.point.x.double(), update, state.memory)
         x = x.to(state.point.x.dtype)
-        if not bool(torch.isfinite(x).all()):
+        if not all_finite(x):
             raise _diverged("model", state.round, None, self.federation)
         floats = (tally.floats / tally.weight).to(state.point.floats.dtype)
         # New dictionaries, so that the state before the round stays whole if anything after this goes wrong.
@@ -296,9 +297,15 @@ def play_round(
         state: The state before the round; left as it is.
         known_gradients: Clients' gradients at exactly this point, when someone measured them already.
     """
-    play = _Round(federation, state)
+    # The server's own sums gain little from threads, and would take the cores away from the workers.
+    with one_thread():
+        return _play(_Round(federation, state), engine, known_gradients or {})
+
+
+def _play(play: _Round, engine: Engine, known_gradients: Mapping[int, Tensor]) -> tuple[ServerState, RoundFacts]:
+    federation, state = play.federation, play.state
     if play.algorithm.needs_gradients:
-        play.gradient_phase(engine, known_gradients or {})
+        play.gradient_phase(engine, known_gradients)
     tally = play.train_phase(engine)
     loss = tally.loss / tally.weight if tally.reported else None
     silent = sum(federation.silent(state.round, client) for client in play.clients)

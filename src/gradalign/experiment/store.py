@@ -107,6 +107,7 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             _locks.discard(lock)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a worker forked a moment ago may still hold a copy of the file
 
 
 def refuse_strangers(folder: Path, ours: set[str]) -> None:

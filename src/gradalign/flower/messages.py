@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradalign import algorithms
 from gradalign.errors import GradalignError
-from gradalign.flat import Point
+from gradalign.flat import Point, all_finite
 from gradalign.local import ClientGradient, ClientUpdate, LocalTraining
 from gradalign.plan import Algorithm, Combination
 from gradalign.server import ServerRule
@@ -173,7 +173,7 @@ def _replied_vector(arrays: ArrayRecord, name: str, like: Tensor) -> Tensor:
         raise BadReplyError(f"its {name} cannot be read: {error}") from None
     if found.shape != like.shape:
         raise BadReplyError(f"its {name} has shape {tuple(found.shape)} instead of {tuple(like.shape)}")
-    if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+    if found.is_floating_point() and not all_finite(found):
         raise BadReplyError(f"its {name} has values that are NaN or infinite")
     return found
 
