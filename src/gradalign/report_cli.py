@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from gradalign.command import AsJson, plain_errors, print_json, say
+
 Folders = Annotated[list[Path], typer.Argument(help="Run folders, comparisons, sweeps, or folders above them.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The page to write; an old one is replaced.")]
 Figures = Annotated[
@@ -29,18 +31,16 @@ def report(
     unfinished: Annotated[
         bool, typer.Option("--unfinished", help="Show runs that have not finished, too; they are in no mean.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write one self-contained page about runs: table, curves, settings, how to repeat them."""
-    from gradalign.cli import _print_json, _say, plain_errors
-
     with plain_errors():
         from gradalign.report import report_gathered
         from gradalign.report.gather import gather
 
         gathered = gather(folders, unfinished=unfinished)
         for one in gathered.skipped:
-            _say(str(one))
+            say(str(one))
         console = Console(stderr=True)
         with console.status("writing the report") as status:  # silent where standard error is no terminal
 
@@ -51,7 +51,7 @@ def report(
         if as_json:
             skipped = [{"folder": one.folder, "reason": one.reason} for one in gathered.skipped]
             found = {"report": str(page), "runs": len(gathered.runs), "skipped": skipped}
-            _print_json(found | ({"figures": str(figures)} if figures else {}))
+            print_json(found | ({"figures": str(figures)} if figures else {}))
         else:
             print(f"report: {page}")
             if figures is not None:

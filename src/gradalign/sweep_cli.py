@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gradalign.command import AsJson, DataDir, Settings, UserTask, plain_errors, print_json
+
 
 def register(app: typer.Typer) -> None:
     """Add the ``sweep`` command to the command line."""
@@ -63,18 +65,9 @@ def sweep(
     study: Annotated[
         str | None, typer.Option("--study", help="The sweep's name in the storage (default: recipe and algorithm).")
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
-    ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache)."),
-    ] = None,
+    settings: Settings = None,
+    task: UserTask = None,
+    data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="The search's seed, and the first of more.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder to write to; processes that share it share the work.")
@@ -88,14 +81,12 @@ def sweep(
     checkpoint_seconds: Annotated[
         float, typer.Option("--checkpoint-seconds", min=0, help="Keep a trial's checkpoint at most this often.")
     ] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tune lr, batch, K, weight decay and beta as the paper does; the test set is for the finalists only.
 
     The same command goes on after any interruption, and beside other processes.
     """
-    from gradalign.cli import _print_json, plain_errors
-
     with plain_errors("continue with the same command and --resume"):
         from gradalign.errors import GradalignError
         from gradalign.launch import under_torchrun
@@ -128,6 +119,6 @@ def sweep(
             show = sys.stderr.isatty()
             summary = run_sweep(plan, folder, where, storage=storage, study=study, show=show)
         if as_json:
-            _print_json(summary)
+            print_json(summary)
         else:
             print_sweep(Console(), summary, folder)

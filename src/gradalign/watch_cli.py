@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gradalign.command import plain_errors
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -15,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def watch_folder(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, a comparison's, or one with runs below it.")],
+    folder: Annotated[Path, typer.Argument(help="A run's folder, a comparison's, a sweep's, or one with runs below.")],
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and leave, as without a terminal.")] = False,
     timeout: Annotated[
@@ -24,7 +26,6 @@ def watch_folder(
     ] = None,
 ) -> None:
     """Show the curves of a run, or of a comparison's runs, while they grow; only ever reads."""
-    from gradalign.cli import plain_errors
     from gradalign.experiment.watch import watch, watch_once
 
     with plain_errors("only the watching has ended"):
