@@ -137,9 +137,10 @@ def test_a_dead_rank_ends_the_job_and_others_resume_it_to_the_same_bits(tmp_path
     monkeypatch.delenv("VICTIM")
     if victim == 0:
         return
-    resumed = torchrun(3, *RUN, "--out", "runs", "--resume", cwd=tmp_path)
+    resumed = torchrun(3, *RUN, "--out", "runs", "--resume", "--set", "tensorboard=true", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert resumed.stdout.count("test accuracy") == 1, "rank 0 alone prints"
+    assert len(list((tmp_path / "runs/tensorboard").iterdir())) == 1, "rank 0 alone tracks"
     alone = subprocess.run(
         [sys.executable, *RUN, "--out", "alone", "--workers", "0"], cwd=tmp_path, env=environment(), capture_output=True
     )

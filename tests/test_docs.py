@@ -10,6 +10,7 @@ import pytest
 
 from gradalign.experiment.build import build_federation
 from gradalign.experiment.spec import validate
+from gradalign.experiment.tracking_spec import TrackingSpec
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -31,6 +32,18 @@ def test_the_readmes_recipe_is_valid():
     assert federation.algorithm.label == "fedga+fedadam"
 
 
+def test_the_tracking_pages_example_and_recipe(capsys):
+    page = (ROOT / "docs/tracking.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL))
+    exec(compile(blocks["python"], "docs/tracking.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("halves-fedga-seed0: ")
+    assert said[-1] == "done"
+    spec = TrackingSpec.model_validate(tomllib.loads(blocks["toml"]))
+    assert spec.tensorboard
+    assert spec.wandb.tags == ["heterogeneous"]
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -38,8 +51,11 @@ def test_the_readmes_recipe_is_valid():
         "CONTRIBUTING.md",
         "docs/architecture.md",
         "docs/flower.md",
+        "docs/sweeps.md",
         "docs/large-batches.md",
+        "docs/report.md",
         "docs/theory.md",
+        "docs/tracking.md",
         "docs/tutorial-own-data.md",
         "docs/results.md",
         "examples/flower-fedga/README.md",

@@ -64,7 +64,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_folder_holds_all_of_a_run(tmp_path):
     result = ga.run(blobs(), KEEPING, rounds=4, clients_per_round=3, local=LOCAL, workers=0, out=tmp_path / "r")
     names = {path.name for path in (tmp_path / "r").iterdir() if not path.name.startswith(".")}
-    assert names == {"spec.toml", "metrics.jsonl", "summary.json", "model.safetensors"}
+    assert names == {"spec.toml", "metrics.jsonl", "summary.json", "model.safetensors", "holdings.json"}
     assert json.loads((tmp_path / "r/summary.json").read_text()) == json.loads(json.dumps(result.summary))
     stored = load_file(tmp_path / "r/model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in result.model.state_dict().items())

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from gradalign.errors import DivergedError, GradalignError
     from gradalign.experiment.api import run
     from gradalign.experiment.runner import Measure, Result
+    from gradalign.experiment.trackers import TensorBoard, WeightsAndBiases
+    from gradalign.experiment.tracking import RunInfo, Tracker
     from gradalign.local import LocalTraining
     from gradalign.optim import GradAlign
     from gradalign.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.server import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.tasks.data import PartitionedClients
+    from gradalign.tasks.holdout import hold_out
     from gradalign.tasks.task import Task
 
 _HOMES = {
@@ -43,11 +46,14 @@ _HOMES = {
     "gradalign.errors": ("DivergedError", "GradalignError"),
     "gradalign.experiment.api": ("run",),
     "gradalign.experiment.runner": ("Measure", "Result"),
+    "gradalign.experiment.trackers": ("TensorBoard", "WeightsAndBiases"),
+    "gradalign.experiment.tracking": ("RunInfo", "Tracker"),
     "gradalign.local": ("LocalTraining",),
     "gradalign.optim": ("GradAlign",),
     "gradalign.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
     "gradalign.server": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),
     "gradalign.tasks.data": ("PartitionedClients",),
+    "gradalign.tasks.holdout": ("hold_out",),
     "gradalign.tasks.task": ("Task",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -72,12 +78,17 @@ __all__ = [
     "OffUntil",
     "PartitionedClients",
     "Result",
+    "RunInfo",
     "Scaffold",
     "ServerRule",
     "Steps",
     "Task",
+    "TensorBoard",
+    "Tracker",
     "Warmup",
+    "WeightsAndBiases",
     "__version__",
+    "hold_out",
     "run",
 ]
 

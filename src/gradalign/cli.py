@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from gradalign import data_cli, theory_cli
+from gradalign import data_cli, report_cli, sweep_cli, theory_cli, watch_cli
 from gradalign._version import __version__
-from gradalign.errors import GradalignError, LostRankError
-from gradalign.launch import rank, under_torchrun
+from gradalign.command import AsJson, DataDir, Settings, UserTask, plain_errors, print_json
+from gradalign.errors import GradalignError
+from gradalign.launch import under_torchrun
 
 app = typer.Typer(
     help="Train PyTorch models so that the gradients of mini-batches, GPUs and federated clients agree.",
@@ -26,10 +23,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
-]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The seed of everything random.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: a new one under runs/).")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds, if it holds anything.")]
@@ -49,58 +42,6 @@ Checkpoint = Annotated[
     float,
     typer.Option("--checkpoint-seconds", min=0, help="Keep a checkpoint at most this often; 0 after every round."),
 ]
-UserTask = Annotated[
-    str | None,
-    typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
-]
-DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, treated like Ctrl-C: a checkpoint is kept and workers end."""
-
-
-def _terminate(*_: object) -> None:
-    raise _Terminated
-
-
-@contextmanager
-def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
-    """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
-    before = None
-    with suppress(ValueError):  # not the main thread: signals are someone else's
-        before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    except GradalignError as error:
-        hint = f"; {resume_hint}" if resume_hint and isinstance(error, LostRankError) else ""
-        # All ranks of a job meet the same mistakes: one of them speaks. Of rank 0's own end, rank 1 tells.
-        if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
-            _say(f"error: {error}{hint}")
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt as stop:
-        terminated = isinstance(stop, _Terminated)
-        why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
-        if rank() == 0:
-            _say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
-        raise typer.Exit(143 if terminated else 130) from None
-    except OSError as error:
-        _say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
-        raise typer.Exit(2) from None
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)  # from here on there is nothing left to tidy up
-
-
-def _say(text: str) -> None:
-    print(" ".join(text.split()), file=sys.stderr, flush=True)
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 @app.callback(invoke_without_command=True)
@@ -133,7 +74,8 @@ def run(
         from gradalign.experiment.tables import print_summary
         from gradalign.tasks.folders import using_data_folder
 
-        spec = load_recipe(recipe, settings or (), seed, task).spec()
+        loaded = load_recipe(recipe, settings or (), seed, task)
+        spec = loaded.spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
         where = Where(
@@ -142,13 +84,14 @@ def run(
             out=folder,
             resume=resume,
             checkpoint_seconds=checkpoint_seconds,
+            trackers=loaded.trackers(),
         )
         with using_data_folder(data_dir):
             result = run_spec(spec, where)
         if result.folder is None:  # one of the ranks that worked for rank 0
             return
         if as_json:
-            _print_json(result.summary | {"folder": str(folder)})
+            print_json(result.summary | {"folder": str(folder)})
         else:
             print_summary(Console(), result.summary, folder)
 
@@ -178,9 +121,11 @@ def compare(
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.experiment.api import Where
         from gradalign.experiment.compare import claimed_folder, plan_comparison, run_comparison, write_comparison
+        from gradalign.experiment.files import REPORT
         from gradalign.experiment.progress import comparison_bar
         from gradalign.experiment.recipes import load_recipe, output_folder
         from gradalign.experiment.tables import print_comparison
+        from gradalign.report import write_report
         from gradalign.tasks.folders import using_data_folder
 
         loaded = load_recipe(recipe, settings or (), seed, task)
@@ -189,15 +134,16 @@ def compare(
             entries = [name.strip() for name in algorithms.split(",") if name.strip()]
         name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
         folder = output_folder(out, name, resume=resume)
-        where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds)
+        where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers())
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
             with claimed_folder(folder, planned, resume=resume):
                 with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
                     finished = run_comparison(planned, where, on_row=on_row)
                 summary = write_comparison(folder, finished, loaded.compare.curves)
+                page = write_report([folder], folder / REPORT)
         if as_json:
-            _print_json(summary | {"folder": str(folder)})
+            print_json(summary | {"folder": str(folder), "report": str(page)})
         else:
             print_comparison(Console(), summary, folder)
         failures = [f"{run.planned.entry}, seed {run.planned.seed}: {run.failure}" for run in finished if run.failure]
@@ -215,29 +161,36 @@ def tasks(as_json: AsJson = False) -> None:
 
         found = describe_tasks()
         if as_json:
-            _print_json({"tasks": found, "recipes": list(shipped_recipes())})
+            print_json({"tasks": found, "recipes": list(shipped_recipes())})
         else:
             print_tasks(Console(), found, list(shipped_recipes()))
 
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's.")],
+    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's, or a sweep's.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show a run's spec and summary, or a comparison's table."""
+    """Show a run's spec and summary, or a comparison's or a sweep's tables."""
     with plain_errors():
         from gradalign.experiment.tables import load_shown, print_shown
 
         shown = load_shown(folder)
         if as_json:
-            _print_json(shown)
+            print_json(shown)
+        elif shown["kind"] == "sweep":
+            from gradalign.sweep.tables import print_shown_sweep
+
+            print_shown_sweep(Console(), shown, folder)
         else:
             print_shown(Console(), shown, folder)
 
 
+sweep_cli.register(app)
 theory_cli.register(app)
 data_cli.register(app)
+report_cli.register(app)
+watch_cli.register(app)
 
 
 def main() -> None:

@@ -10,14 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from gradalign.command import AsJson, DataDir, plain_errors, print_json
 from gradalign.errors import GradalignError
 
 data_app = typer.Typer(help="List, get and look at data sets.", invoke_without_command=True, no_args_is_help=False)
-
-DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -27,8 +23,6 @@ def register(app: typer.Typer) -> None:
 
 @contextmanager
 def _in_folder(folder: Path | None) -> Iterator[None]:
-    from gradalign.cli import plain_errors
-
     with plain_errors():
         from gradalign.tasks.folders import using_data_folder
 
@@ -44,7 +38,6 @@ def list_data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson 
             context.obj = data_dir
         return
     with _in_folder(data_dir):
-        from gradalign.cli import _print_json
         from gradalign.experiment.data_tables import print_data
         from gradalign.tasks.datasets import DATA_SETS, describe_data
         from gradalign.tasks.folders import data_folder
@@ -52,7 +45,7 @@ def list_data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson 
         folder = data_folder()
         found = [describe_data(name) for name in DATA_SETS]
         if as_json:
-            _print_json({"folder": str(folder), "data": found})
+            print_json({"folder": str(folder), "data": found})
         else:
             print_data(Console(), found, folder)
 
@@ -101,9 +94,9 @@ def show_data(
 ) -> None:
     """Show who holds what: a table, and a picture as PNG."""
     with _in_folder(data_dir or context.obj):
-        from gradalign.cli import _print_json
         from gradalign.experiment.build import TASKS, build_task
-        from gradalign.experiment.data_tables import holdings_of, print_holdings
+        from gradalign.experiment.data_tables import print_holdings
+        from gradalign.experiment.holders import holdings_of
         from gradalign.experiment.holdings import draw_holdings
         from gradalign.experiment.spec import parse_settings
 
@@ -115,7 +108,7 @@ def show_data(
         picture = out or Path(f"{name.replace(':', '-')}-{words}.png")
         draw_holdings(picture, task, held)
         if as_json:
-            _print_json({"task": task.describe(), "counts": held.counts.tolist(), "picture": str(picture)})
+            print_json({"task": task.describe(), "counts": held.counts.tolist(), "picture": str(picture)})
         else:
             print_holdings(Console(), task, held, picture)
 

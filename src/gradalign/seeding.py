@@ -52,6 +52,8 @@ class Purpose(IntEnum):
     SYNTHETIC = 10
     EVALUATE = 11
     CLIENT = 12
+    HOLDOUT = 13
+    SWEEP = 14
 
 
 def stream_seed(seed: int, purpose: Purpose, *keys: int) -> int:

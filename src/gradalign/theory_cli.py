@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradalign.command import AsJson, plain_errors
+
 if TYPE_CHECKING:
     from gradalign.diagnose import Diagnosis
     from gradalign.tasks.task import Task
     from gradalign.theory import Check
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of everything random.")]
 
 
@@ -99,8 +100,6 @@ def verify(
     seed: Seed = 0,
 ) -> None:
     """Measure the paper's claims on this library's own code; exit code 1 when one of them fails."""
-    from gradalign.cli import plain_errors
-
     with plain_errors():
         from gradalign.theory import verify as run_checks
         from gradalign.theory.plot import plot_checks, require_plottable
@@ -163,8 +162,6 @@ def diagnose(
     steps: Annotated[int, typer.Option("--steps", help="K, the local steps of a round.")] = 10,
 ) -> None:
     """Say before training whether the clients' gradients are misaligned enough for FedGA, and suggest a β."""
-    from gradalign.cli import plain_errors
-
     with plain_errors():
         from gradalign.diagnose import diagnose as measure
 

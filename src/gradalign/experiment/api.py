@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,21 @@ from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation, make_federation
+from gradalign.experiment.described import describe
+from gradalign.experiment.holders import holdings_note
 from gradalign.experiment.progress import round_bar
 from gradalign.experiment.rounds import Federation
 from gradalign.experiment.runner import CHECKPOINT_SECONDS, Measure, Result, Row, execute
 from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec
-from gradalign.experiment.store import RunFolder
+from gradalign.experiment.store import RunFolder, read_metrics
+from gradalign.experiment.tracking import RunInfo, Tracker, Trackers
 from gradalign.flat import FlatModel
 from gradalign.launch import under_torchrun
 from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
-from gradalign.tasks.task import Task, plain_value
+from gradalign.tasks.task import Task
 
 ENGINES = ("local", "flower", "distributed")
 
@@ -53,6 +56,7 @@ def run(
     resume: bool = False,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> Result:
     """Train a task with an algorithm and return the history and the final model.
 
@@ -76,6 +80,7 @@ def run(
         resume: Continue the run that ``out`` holds, if it holds one.
         checkpoint_seconds: How much work a crash may cost: a checkpoint at most this often, 0 for every round.
         progress: Show a progress bar; None shows one in a terminal.
+        trackers: Who else is told each row, e.g. ``TensorBoard()`` or an object of your own; see ``Tracker``.
     """
     for name, value, least in (("rounds", rounds, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -103,6 +108,7 @@ def run(
         resume=resume,
         checkpoint_seconds=checkpoint_seconds,
         progress=progress,
+        trackers=Trackers(trackers),
     )
     return _run(federation, spec, rounds, measure, where)
 
@@ -118,6 +124,9 @@ class Where:
     resume: bool = False
     checkpoint_seconds: float = CHECKPOINT_SECONDS
     progress: bool | None = None
+    trackers: Trackers = field(default_factory=Trackers)
+    name: str | None = None
+    """What trackers call the run; made from the spec when not given."""
 
 
 def run_spec(
@@ -231,12 +240,20 @@ def conduct(
         folder = None
         if where.out is not None:
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
-        tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
+            if folder.summary is None:
+                folder.note_holdings(holdings_note(federation.task))
+        began: list[Callable[[Row], None]] = []
+
+        def begin(rows: list[Row]) -> None:
+            where.trackers.start(_run_info(federation, spec, rounds, where, rows))
+            stack.callback(where.trackers.end, None)  # for a run that does not come to its end
+            # Trackers may ask for a password, so the bar comes after them.
+            tick = stack.enter_context(round_bar(federation.algorithm.label, rounds, show=show))
+            began.extend((where.trackers.log, tick, *([on_row] if on_row else ())))
 
         def note(row: Row) -> None:
-            tick(row)
-            if on_row is not None:
-                on_row(row)
+            for tell in began:
+                tell(row)
 
         result = execute(
             federation,
@@ -246,43 +263,22 @@ def conduct(
             folder=folder,
             checkpoint_seconds=where.checkpoint_seconds,
             on_row=note,
+            on_begin=begin,
             notes=notes,
         )
         if isinstance(engine, DistributedEngine):
             engine.finish([result.history, result.summary], FlatModel(result.model).read())
+        if began:
+            where.trackers.end(result.summary)
+        elif folder is not None:
+            info = _run_info(federation, spec, rounds, where, read_metrics(folder.path))
+            where.trackers.catch_up(info, result.summary)
         return result
 
 
-def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
-    """Return a federation made from objects as plain TOML values, for the run folder."""
-    algorithm: dict[str, Any] = {"name": federation.algorithm.label}
-    for part in federation.algorithm.parts:
-        algorithm |= _plain(part)
-    facts = federation.task.describe()
-    return {
-        "seed": federation.seed,
-        "fast": federation.fast,
-        "task": plain_value(facts),
-        "algorithm": algorithm,
-        "server": _plain(federation.algorithm.server),
-        "local": _plain(federation.local),
-        "clients": {
-            "per_round": federation.per_round,
-            "weights": "examples" if federation.by_examples else "uniform",
-            "dropout": federation.dropout,
-            "min_fraction": federation.min_fraction,
-        },
-        "measure": _plain(measure),
-    }
-
-
-def _plain(thing: Any) -> dict[str, Any]:
-    """Return a dataclass's fields as TOML values; unset ones are left out."""
-    values = {field.name: getattr(thing, field.name) for field in fields(thing)}
-    return {name: _described(value) for name, value in values.items() if value is not None}
-
-
-def _described(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {"kind": type(value).__name__.lower()} | _plain(value)
-    return plain_value(value)
+def _run_info(
+    federation: Federation, spec: Mapping[str, Any], rounds: int, where: Where, earlier: Sequence[Row]
+) -> RunInfo:
+    name = where.name or f"{spec.get('name', federation.task.name)}-{federation.algorithm.label}-seed{federation.seed}"
+    folder = None if where.out is None else Path(where.out)
+    return RunInfo(name=name, folder=folder, settings=spec, rounds=rounds, earlier=earlier)

@@ -21,6 +21,7 @@ from gradalign.server import ServerRule
 from gradalign.tasks.cifar import cifar10, cifar100
 from gradalign.tasks.digits import digits
 from gradalign.tasks.emnist import emnist
+from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.shakespeare import shakespeare
 from gradalign.tasks.task import Task
 
@@ -132,6 +133,8 @@ def build_local(spec: LocalSpec, algorithm: Combination) -> LocalTraining:
     """Return the local training that the [local] table describes, K = 1 for the algorithms that ask for it."""
     given = {name: getattr(spec, name) for name in type(spec).model_fields}
     given["lr"] = build_schedule(spec.lr, "local.lr")
+    if spec.batch_size == "whole":
+        given["batch_size"] = None
     return single_step(LocalTraining(**given), algorithm)
 
 
@@ -203,11 +206,17 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
     return task
 
 
+def task_of(spec: Spec) -> Task:
+    """Make the task that a spec describes, with its validation examples held out where the spec asks for it."""
+    task = build_task(spec.task.name, seed=spec.seed, options=spec.task.options())
+    return task if spec.clients.holdout is None else hold_out(task, spec.clients.holdout, spec.seed)
+
+
 def build_federation(spec: Spec, task: Task | None = None) -> Federation:
-    """Return the federation that a spec describes."""
+    """Return the federation that a spec describes; a task made by ``task_of`` already may be given."""
     algorithm = build_algorithm(spec.algorithm, spec.server)
     local = replace(build_local(spec.local, algorithm), precision=spec.precision)
-    task = task or build_task(spec.task.name, seed=spec.seed, options=spec.task.options())
+    task = task or task_of(spec)
     return make_federation(
         task,
         algorithm,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,15 +11,13 @@ from typing import Any
 
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.api import Where, run_spec
-from gradalign.experiment.build import build_federation, build_task
+from gradalign.experiment.build import build_federation, task_of
+from gradalign.experiment.files import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, safe_name
 from gradalign.experiment.recipes import Recipe, unused_changes
 from gradalign.experiment.runner import Row, rounds_to, versions
 from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import (
-    METRICS,
-    SPEC,
-    SUMMARY,
     differing_fields,
     locked,
     read_metrics,
@@ -31,7 +28,6 @@ from gradalign.experiment.store import (
 )
 from gradalign.tasks.task import Task
 
-CURVES, COMPARISON = "curves.png", "compare.toml"
 CURVES_SHOWN = ("test_accuracy", "test_loss", "r")
 
 
@@ -64,7 +60,7 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
     if len(set(entries)) < len(entries):
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
     first = recipe.spec().seed
-    folders = {entry: folder / re.sub(r"[^\w.+-]+", "-", entry) for entry in entries}
+    folders = {entry: folder / safe_name(entry) for entry in entries}
     if len(set(folders.values())) < len(entries):
         raise GradalignError("--algorithms has names that would share a folder; choose names that differ in letters")
     unused = unused_changes(recipe, entries)
@@ -88,9 +84,9 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
 
 def _task_of(one: Planned, made: dict[str, Task]) -> Task:
     """Return a run's task; algorithms of one seed share it: the same clients, read once."""
-    key = repr((one.seed, one.spec.task))
+    key = repr((one.seed, one.spec.task, one.spec.clients.holdout))
     if key not in made:
-        made[key] = build_task(one.spec.task.name, seed=one.seed, options=one.spec.task.options())
+        made[key] = task_of(one.spec)
     return made[key]
 
 
@@ -136,7 +132,7 @@ def run_comparison(
                 on_row(one, row)
 
         try:
-            placed = replace(where, out=one.folder, progress=False)
+            placed = replace(where, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
             result = run_spec(one.spec, placed, task=_task_of(one, made), on_row=note)
             summary = result.summary
         except DivergedError as error:
@@ -146,7 +142,7 @@ def run_comparison(
     return finished
 
 
-def _spread(values: Sequence[float]) -> dict[str, float | None] | None:
+def spread(values: Sequence[float]) -> dict[str, float | None] | None:
     """Return mean and sample standard deviation; one value alone has no deviation."""
     if not values:
         return None
@@ -182,12 +178,12 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
         table.append(
             {
                 "name": entry,
-                "best_test_accuracy": _spread(_known(runs, "best_test_accuracy")),
-                "final_test_accuracy": _spread(_known(runs, "final_test_accuracy")),
-                "final_test_loss": _spread(_known(runs, "final_test_loss")),
-                "communication_rounds_to_target": _spread(counted),
+                "best_test_accuracy": spread(_known(runs, "best_test_accuracy")),
+                "final_test_accuracy": spread(_known(runs, "final_test_accuracy")),
+                "final_test_loss": spread(_known(runs, "final_test_loss")),
+                "communication_rounds_to_target": spread(counted),
                 "reached_target": len(counted),
-                "final_r": _spread(_known(runs, "final_r")),
+                "final_r": spread(_known(runs, "final_r")),
                 "communication_rounds": max((r.rows[-1]["communication_rounds"] for r in runs if r.rows), default=0),
                 "paper_test_accuracy": paper.test_accuracy.get(entry) if paper else None,
                 "settings": runs[0].planned.spec.to_dict(),

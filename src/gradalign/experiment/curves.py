@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
-from gradalign.experiment.store import write_atomically
+from gradalign.experiment.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +21,8 @@ STYLES = ("-", "--", "-.", ":")
 LABELS = {
     "test_accuracy": "test accuracy",
     "test_loss": "test loss",
+    "validation_accuracy": "validation accuracy",
+    "validation_loss": "validation loss",
     "train_accuracy": "training accuracy",
     "train_loss": "training loss",
     "r": "r(x), variance of the gradients",
@@ -40,19 +40,33 @@ def _panels(curves: Sequence[str]) -> list[tuple[str, str, str, str]]:
     return panels
 
 
-def _curve(runs: Sequence[Finished], x: str, y: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return x, mean, lowest and highest of y over the seeds, where all seeds were measured."""
-    columns: dict[int, list[tuple[float, float]]] = {}
-    for run in runs:
-        for row in run.rows:
-            if row[y] is not None:
-                columns.setdefault(row["round"], []).append((row[x], row[y]))
-    full = [points for _, points in sorted(columns.items()) if len(points) == len(runs)]
+def over_seeds(
+    runs: Sequence[Sequence[Mapping[str, Any]]], axes: Sequence[str], y: str
+) -> tuple[list[int], dict[str, list[Any]], list[float], list[float], list[float]]:
+    """Return rounds, the mean of every x axis, and mean, lowest and highest of y, where all seeds were measured.
+
+    Args:
+        runs: The rows of each seed's metrics.
+        axes: The columns that serve as x; one that a row lacks is None there.
+        y: The column that is drawn.
+    """
+    columns: dict[int, list[Mapping[str, Any]]] = {}
+    for rows in runs:
+        for row in rows:
+            if row.get(y) is not None:
+                columns.setdefault(row["round"], []).append(row)
+    full = [(number, rows) for number, rows in sorted(columns.items()) if len(rows) == len(runs)]
+
+    def mean_of(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+        values = [row.get(name) for row in rows]
+        return None if None in values else statistics.fmean(values)  # type: ignore[arg-type]
+
     return (
-        [statistics.fmean(p[0] for p in points) for points in full],
-        [statistics.fmean(p[1] for p in points) for points in full],
-        [min(p[1] for p in points) for points in full],
-        [max(p[1] for p in points) for points in full],
+        [int(number) for number, _ in full],
+        {axis: [mean_of(rows, axis) for _, rows in full] for axis in axes},
+        [statistics.fmean(row[y] for row in rows) for _, rows in full],
+        [min(row[y] for row in rows) for _, rows in full],
+        [max(row[y] for row in rows) for _, rows in full],
     )
 
 
@@ -61,10 +75,10 @@ def _draw_panel(axes: Axes, finished: Sequence[Finished], panel: tuple[str, str,
     entries = list(dict.fromkeys(run.planned.entry for run in finished))
     for number, entry in enumerate(entries):
         runs = [run for run in finished if run.planned.entry == entry]
-        xs, mean, low, high = _curve(runs, x, y)
+        _, xs, mean, low, high = over_seeds([run.rows for run in runs], [x], y)
         colour, style = COLOURS[number % len(COLOURS)], STYLES[(number // len(COLOURS)) % len(STYLES)]
-        axes.plot(xs, mean, style, color=colour, label=entry, linewidth=1.6)
-        axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(xs[x], mean, style, color=colour, label=entry, linewidth=1.6)
+        axes.fill_between(xs[x], low, high, color=colour, alpha=0.15, linewidth=0)
     if y in ("r", "drift", "test_loss", "train_loss") and any(row[y] for run in finished for row in run.rows):
         axes.set_yscale("log")
     axes.set_xlabel(x_label)
@@ -76,6 +90,8 @@ def _draw_panel(axes: Axes, finished: Sequence[Finished], panel: tuple[str, str,
 
 def draw_comparison(path: Path, summary: dict[str, Any], finished: Sequence[Finished], curves: Sequence[str]) -> None:
     """Draw the named curves: mean over the seeds, the shade from the lowest to the highest."""
+    from matplotlib.figure import Figure  # slow to import, and the labels above are wanted without it
+
     measured = [name for name in curves if any(row.get(name) is not None for run in finished for row in run.rows)]
     panels = _panels(measured or list(curves))
     rows = (len(panels) + 1) // 2

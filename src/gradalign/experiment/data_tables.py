@@ -3,60 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradalign.errors import GradalignError
-from gradalign.tasks.cifar import CIFAR10_CLASSES
-from gradalign.tasks.data import PartitionedClients
-from gradalign.tasks.datasets import EMNIST_CLASSES
-from gradalign.tasks.leaf import LETTERS
+from gradalign.experiment.holders import Holdings
 from gradalign.tasks.task import Task
 
 _SHOWN_CLIENTS = 12
 _SHOWN_CLASSES = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holdings:
-    """How many examples of each class each client holds.
-
-    Attributes:
-        counts: (clients, classes).
-        names: The classes' names.
-    """
-
-    counts: NDArray[np.int64]
-    names: tuple[str, ...]
-
-
-def holdings_of(task: Task) -> Holdings:
-    """Count the classes of every client."""
-    clients = task.clients
-    if not isinstance(clients, PartitionedClients) or clients.tensors[-1].ndim != 1:
-        raise GradalignError(f"the task {task.name} does not divide labelled examples among clients")
-    labels = clients.tensors[-1].numpy().astype(np.int64)
-    names = _class_names(task.name, int(labels.max()) + 1)
-    owner = np.repeat(np.arange(len(clients)), clients.sizes())
-    flat = owner * len(names) + labels[clients.rows.numpy()]
-    counts = np.bincount(flat, minlength=len(clients) * len(names)).reshape(len(clients), len(names))
-    return Holdings(counts=counts, names=names)
-
-
-def _class_names(task: str, classes: int) -> tuple[str, ...]:
-    known: dict[str, Sequence[str]] = {
-        "emnist": EMNIST_CLASSES,
-        "cifar10": CIFAR10_CLASSES,
-        "shakespeare": ["⏎" if letter == "\n" else "␣" if letter == " " else letter for letter in LETTERS],
-    }
-    return tuple(known.get(task, [str(label) for label in range(classes)]))
 
 
 def print_data(console: Console, found: Sequence[Mapping[str, Any]], folder: Path) -> None:

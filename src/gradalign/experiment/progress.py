@@ -41,10 +41,11 @@ def make_progress() -> Progress:
 
 def accuracy_note(row: Mapping[str, Any], before: str = "") -> str:
     """Return the newest measured number worth showing."""
-    if row.get("test_accuracy") is not None:
-        return f"test accuracy {row['test_accuracy']:.1%}"
-    if row.get("test_loss") is not None:
-        return f"test loss {row['test_loss']:.4g}"
+    for scored_on in ("test", "validation"):
+        if row.get(f"{scored_on}_accuracy") is not None:
+            return f"{scored_on} accuracy {row[f'{scored_on}_accuracy']:.1%}"
+        if row.get(f"{scored_on}_loss") is not None:
+            return f"{scored_on} loss {row[f'{scored_on}_loss']:.4g}"
     return before
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -17,15 +17,21 @@ from gradalign.experiment.scale import apply_scale
 from gradalign.experiment.spec import (
     AlgorithmSpec,
     CompareSpec,
+    Section,
     ServerSpec,
     Spec,
+    SweepSpec,
     explain,
     merge,
     parse_settings,
     read_recipe,
     validate,
 )
+from gradalign.experiment.tracking import Trackers
+from gradalign.experiment.tracking_spec import TrackingSpec, make_trackers, take_tracking
 from gradalign.server import ServerRule
+
+_Table = TypeVar("_Table", bound=Section)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +40,23 @@ class Recipe:
 
     Attributes:
         source: What to call it in messages.
-        data: The file's tables without [compare].
+        data: The file's tables without [compare] and [sweep].
         compare: The [compare] table.
+        sweep: The [sweep] table.
         changes: The settings given on the command line, which go over everything.
+        tracking: The ``tensorboard`` and ``wandb`` settings, which change no number and so are not in the spec.
     """
 
     source: str
     data: Mapping[str, Any]
     compare: CompareSpec
+    sweep: SweepSpec
     changes: Mapping[str, Any]
+    tracking: TrackingSpec = field(default_factory=TrackingSpec)
+
+    def trackers(self) -> Trackers:
+        """Return the trackers that the recipe asks for; one whose package is not installed says so."""
+        return make_trackers(self.tracking)
 
     def spec(self) -> Spec:
         """Return the one experiment that ``gradalign run`` runs.
@@ -60,6 +74,11 @@ class Recipe:
         An entry is an algorithm's name, or any name whose [compare.settings] say which algorithm it is. Of the recipe's
         own [algorithm] and [server] tables it takes what its algorithm has.
         """
+        source = f"{self.source} ({entry})"
+        return validate(apply_scale(self.tables_for(entry), source) | {"seed": seed}, source)
+
+    def tables_for(self, entry: str) -> dict[str, Any]:
+        """Return the tables of one entry of a comparison before they are scaled and checked."""
         settings = self.compare.settings.get(entry, {})
         if not isinstance(settings.get("algorithm", {}), Mapping):
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
@@ -67,8 +86,7 @@ class Recipe:
         data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
         data = merge(merge(data, settings), _fitting(self.changes, name))
         data["algorithm"]["name"] = name
-        source = f"{self.source} ({entry})"
-        return validate(apply_scale(data, source) | {"seed": seed}, source)
+        return data
 
 
 def unused_changes(recipe: Recipe, entries: Iterable[str]) -> list[str]:
@@ -125,14 +143,21 @@ def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None
     changes = parse_settings(settings)
     if seed is not None:
         changes["seed"] = seed
-    try:
-        compare = CompareSpec.model_validate(merge(data.pop("compare", {}), changes.pop("compare", {})))
-    except ValidationError as error:
-        raise explain(error, f"{path.name}: compare", CompareSpec) from None
-    except AttributeError:
-        raise GradalignError(f"{path.name}: compare: must be a table of settings") from None
+    compare = _command_table(CompareSpec, "compare", data, changes, path.name)
+    sweep = _command_table(SweepSpec, "sweep", data, changes, path.name)
     data.setdefault("name", path.stem)
-    return Recipe(source=path.name, data=data, compare=compare, changes=changes)
+    tracking = take_tracking(data, changes, path.name)
+    return Recipe(source=path.name, data=data, compare=compare, sweep=sweep, changes=changes, tracking=tracking)
+
+
+def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes: dict[str, Any], source: str) -> _Table:
+    """Take the table that belongs to one command out of a recipe and its changes, and check it."""
+    try:
+        return kind.model_validate(merge(data.pop(name, {}), changes.pop(name, {})))
+    except ValidationError as error:
+        raise explain(error, f"{source}: {name}", kind) from None
+    except AttributeError:
+        raise GradalignError(f"{source}: {name}: must be a table of settings") from None
 
 
 def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:

@@ -21,6 +21,7 @@ from gradalign.alignment import alignment_of
 from gradalign.engines import Engine, RemoteEngine
 from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.experiment.files import MODEL
 from gradalign.experiment.rounds import (
     Federation,
     RoundFacts,
@@ -28,7 +29,7 @@ from gradalign.experiment.rounds import (
     play_round,
     probe_clients,
 )
-from gradalign.experiment.store import MODEL, RunFolder, read_metrics
+from gradalign.experiment.store import RunFolder, read_metrics
 from gradalign.flat import FlatModel
 
 CHECKPOINT_SECONDS = 10.0
@@ -91,6 +92,8 @@ def _measured(
     row: Row = dict.fromkeys(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
+    scored_on = federation.task.scored_on
+    row |= {f"{scored_on}_loss": None, f"{scored_on}_accuracy": None}
     gradients: dict[int, Tensor] = {}
     losses: list[float] = []
     weights: list[float] = []
@@ -98,8 +101,8 @@ def _measured(
     if measure.due(measure.test_every, 50, state.round, rounds):
         score = engine.evaluate(state.point)
         if score is not None:
-            row["test_loss"] = score.loss / score.examples
-            row["test_accuracy"] = None if score.correct is None else score.correct / score.examples
+            row[f"{scored_on}_loss"] = score.loss / score.examples
+            row[f"{scored_on}_accuracy"] = None if score.correct is None else score.correct / score.examples
     if measure.due(measure.train_every, 20, state.round, rounds):
         clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
         for client, reply in engine.gradients(state.point, clients, round_index=state.round):
@@ -162,9 +165,21 @@ def summarise(rows: list[Row], federation: Federation, measure: Measure) -> dict
         "target_accuracy": measure.target_accuracy,
         "communication_rounds_to_target": rounds_to(rows, measure.target_accuracy),
     }
+    if federation.task.scored_on == "validation":
+        summary |= _validation_summary(rows)
     totals = ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds")
     summary |= {name: last[name] for name in totals}
     return summary | {"task": federation.task.describe(), "versions": versions()}
+
+
+def _validation_summary(rows: list[Row]) -> dict[str, Any]:
+    accuracies = [row["validation_accuracy"] for row in rows if row["validation_accuracy"] is not None]
+    losses = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
+    return {
+        "final_validation_accuracy": accuracies[-1] if accuracies else None,
+        "best_validation_accuracy": max(accuracies, default=None),
+        "final_validation_loss": losses[-1] if losses else None,
+    }
 
 
 def rounds_to(rows: list[Row], target: float | None) -> int | None:
@@ -210,9 +225,13 @@ def execute(
     folder: RunFolder | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     on_row: Callable[[Row], None] | None = None,
+    on_begin: Callable[[list[Row]], None] | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Run all rounds, or the ones a folder's checkpoint leaves to do; ``notes`` go into the summary as they are."""
+    """Run all rounds, or the ones a folder's checkpoint leaves to do; ``notes`` go into the summary as they are.
+
+    ``on_begin`` is called with the rows that are there already, before any new one; not when nothing is left to do.
+    """
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
     restored = folder.restore() if folder is not None else None
@@ -220,6 +239,8 @@ def execute(
     state, spent = restored or (initial, 0.0)
     _same_model(state, initial)
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
+    if on_begin is not None:
+        on_begin(list(rows))
     began = time.monotonic() - spent
     saved = time.monotonic()
     known: dict[int, Tensor] = {}
@@ -233,9 +254,9 @@ def execute(
         if on_row is not None:
             on_row(rows[-1])
 
-    if restored is None:
-        note(state, None)
     try:
+        if restored is None:
+            note(state, None)
         while state.round < rounds:
             # The measuring pass sees whole clients; it stands in for the gradient phase when that does too.
             reusable = known if federation.local.gradient_examples is None else {}
@@ -246,7 +267,7 @@ def execute(
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
     except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
-        if folder is not None:
+        if folder is not None and rows:
             folder.save_checkpoint(state, time.monotonic() - began)
         raise
     summary = summarise(rows, federation, measure) | dict(notes or {})

@@ -86,6 +86,6 @@ def describe_scale(full: FullSizeSpec, spec: Spec) -> str:
     for key, what in (("client_share", "the clients"), ("data_share", "their examples")):
         if key in shares:
             words.append(f"{100 * shares[key]:.4g} % of {what}")
-    if "data_share" in shares and spec.local.batch_size is not None:
+    if "data_share" in shares and isinstance(spec.local.batch_size, int):
         words.append(f"batches of {spec.local.batch_size}")
     return ", ".join(words)

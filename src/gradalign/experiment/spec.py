@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +23,8 @@ Portion = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 
+Value = TypeVar("Value")
+Values = Annotated[list[Value], Field(min_length=1)]
 Curve = Literal["test_accuracy", "test_loss", "train_accuracy", "train_loss", "r", "drift", "cosine"]
 
 
@@ -73,7 +75,8 @@ class LocalSpec(Section):
     lr: Positive | ScheduleSpec = 0.1
     steps: Count | None = None
     epochs: Count | None = None
-    batch_size: Count | None = None
+    batch_size: Count | Literal["whole"] | None = None
+    """Left out, or "whole": all of the client."""
     weight_decay: NotNegative = 0.0
     momentum: Share = 0.0
     clip_norm: Positive | None = None
@@ -86,6 +89,8 @@ class ClientsSpec(Section):
     per_round: Count | None = None
     weights: Literal["uniform", "examples"] = "uniform"
     dropout: Share = 0.0
+    holdout: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The share of each client's examples that is not trained on and takes the test set's place; see ``hold_out``."""
     min_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
@@ -151,6 +156,28 @@ class CompareSpec(Section):
     curves: list[Curve] = ["test_accuracy", "test_loss", "r"]
 
 
+class SweepSpec(Section):
+    """What ``gradalign sweep`` tries: lists of values, and how it stops and decides. What is not given has defaults."""
+
+    lr: Values[Positive] | None = None
+    batch: Values[Count | Literal["whole"]] | None = None
+    K: Values[Count] | None = None
+    epochs: Values[Count] | None = None
+    weight_decay: Values[NotNegative] | None = None
+    beta: Values[NotNegative] | None = None
+    """The coarse values; the fine ones lie around the best of them."""
+    beta_fine: Values[NotNegative] | None = None
+    mu: Values[NotNegative] | None = None
+    alpha: Values[Positive] | None = None
+    server_lr: Values[Positive] | None = None
+    clip_norm: Values[Positive] | None = None
+    holdout: Annotated[float, Field(gt=0, lt=1)] | None = None
+    stop_after: Portion | None = None
+    margin: Share | None = None
+    finalists: Count | None = None
+    seeds: Count | None = None
+
+
 class Spec(Section):
     """One experiment."""
 
@@ -175,20 +202,26 @@ class Spec(Section):
         return self.model_dump(exclude_none=True)
 
 
+# What pydantic adds to the place of a problem where a setting may have one of several forms.
+_BRANCHES = ("float", "constrained-float", "constrained-int", "literal['whole']", "ScheduleSpec")
+
+
 def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     """Return the keys of the table that an unknown key was found in."""
     model: Any = root
     for step in location[:-1]:
         annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
-        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else ScheduleSpec
-    return [*model.model_fields, "compare", "scale"] if model is Spec else list(model.model_fields)
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+        model = next((kind for kind in kinds if issubclass(kind, BaseModel)), ScheduleSpec)
+    beside = ["compare", "sweep", "scale", "tensorboard", "wandb"] if model is Spec else []
+    return [*model.model_fields, *beside]
 
 
 def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:
     """Turn pydantic's report into one sentence: where, what is allowed, what was given."""
     problems = [problem for problem in error.errors() if not _is_other_branch(problem)] or error.errors()
     first = problems[0]
-    location = tuple(step for step in first["loc"] if step not in ("float", "constrained-float", "ScheduleSpec"))
+    location = tuple(step for step in first["loc"] if step not in _BRANCHES)
     where = ".".join(str(step) for step in location)
     if first["type"] == "extra_forbidden":
         allowed = _allowed(location, root or Spec)

@@ -1,63 +1,45 @@
 """The run folder: spec, metrics, checkpoint, summary and model, each written so that a crash harms nothing.
 
-Files are written beside their place, synced and renamed. The checkpoint is one safetensors file whose header carries
-the counters as JSON, so it is whole or it is the one before. Nothing is ever unpickled.
+Files are written beside their place, synced and renamed, so each is whole or it is the one before.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import tomli_w
-import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gradalign.errors import GradalignError
-from gradalign.experiment.rounds import ServerState, Totals
-from gradalign.flat import Point
-
-SPEC, METRICS, CHECKPOINT = "spec.toml", "metrics.jsonl", "checkpoint.safetensors"
-SUMMARY, MODEL, LOCK = "summary.json", "model.safetensors", ".lock"
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        write(temporary)
-        temporary.chmod(mode)  # some writers make private files; a run folder is as open as the user's umask says
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+from gradalign.errors import ClientError, DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.experiment.checkpoint import load_checkpoint, save_checkpoint
+from gradalign.experiment.files import (
+    CHECKPOINT,
+    FAILURE,
+    HOLDINGS,
+    LOCK,
+    METRICS,
+    MODEL,
+    SPEC,
+    SUMMARY,
+    TENSORBOARD,
+    WANDB,
+    write_atomically,
+    write_whole,
+)
+from gradalign.experiment.rounds import ServerState
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON atomically."""
-    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: _put(file, text))
-
-
-def _put(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
+    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -112,10 +94,14 @@ def locked(folder: Path) -> Iterator[None]:
         except ImportError:  # not a Unix: nothing to lock with
             yield
             return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise GradalignError(f"another process is writing to {folder}") from None
+        for patience in range(8, -1, -1):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not patience:
+                    raise GradalignError(f"another process is writing to {folder}") from None
+                time.sleep(0.02)  # a reader that asks whether anyone writes holds the lock for a blink
         _locks.add(lock)
         try:
             yield
@@ -152,7 +138,8 @@ class RunFolder:
         for left_over in self.path.glob(".*.tmp"):
             left_over.unlink(missing_ok=True)  # of a process that was killed: the lock says that nobody else is here
         if not ((self.path / SPEC).exists() and self._begun()):
-            refuse_strangers(self.path, {SPEC, METRICS})
+            refuse_strangers(self.path, {SPEC, METRICS, HOLDINGS, FAILURE, TENSORBOARD, WANDB})
+            (self.path / FAILURE).unlink(missing_ok=True)
             write_toml(self.path / SPEC, self.spec)
             return
         if not resume:
@@ -162,6 +149,7 @@ class RunFolder:
         differing = differing_fields(read_spec(self.path), _as_toml(self.spec))
         if differing:
             raise GradalignError(f"{self.path} holds a run with other settings: {'; '.join(differing)}")
+        (self.path / FAILURE).unlink(missing_ok=True)
 
     def _begun(self) -> bool:
         """Return whether there is anything to lose: a run that failed before its first row may start anew."""
@@ -182,8 +170,13 @@ class RunFolder:
         rows = read_metrics(self.path) if (self.path / METRICS).exists() else []
         last = found[0].round if found else -1
         lines = "".join(_line(row) for row in rows if row["round"] <= last)
-        write_atomically(self.path / METRICS, lambda file: _put(file, lines))
+        write_whole(self.path / METRICS, lines)
         return found
+
+    def note_holdings(self, held: Mapping[str, Any] | None) -> None:
+        """Keep who holds what, for pictures; once, since resuming does not change it."""
+        if held is not None and not (self.path / HOLDINGS).exists():
+            write_json(self.path / HOLDINGS, held)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to the metrics, visible to other processes at once."""
@@ -196,7 +189,11 @@ class RunFolder:
         """Make this state the one that --resume continues from."""
         if self._metrics is not None:
             os.fsync(self._metrics.fileno())
-        write_atomically(self.path / CHECKPOINT, lambda file: _write_checkpoint(file, state, seconds))
+        save_checkpoint(self.path / CHECKPOINT, state, seconds)
+
+    def fail(self, reason: str, *, diverged: bool) -> None:
+        """Write down why the run ended by itself; ``diverged`` says that resuming it would end the same way."""
+        write_json(self.path / FAILURE, {"failure": " ".join(reason.split()), "diverged": diverged})
 
     def finish(self, model: Mapping[str, Tensor], summary: Mapping[str, Any]) -> None:
         """Write the model, then the summary, whose presence says that the run is complete."""
@@ -217,13 +214,17 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, DivergedError | ClientError | LostRankError | TooFewClientsError):
+                self.fail(str(error), diverged=isinstance(error, DivergedError))
+        finally:
+            self.close()
 
 
 def write_toml(path: Path, data: Mapping[str, Any]) -> None:
     """Write TOML atomically."""
-    write_atomically(path, lambda file: _put(file, tomli_w.dumps(dict(data))))
+    write_whole(path, tomli_w.dumps(dict(data)))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -264,43 +265,3 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             raise GradalignError(f"{folder / METRICS}, line {number}, is not a row of metrics") from None
         rows.append(row)
     return rows
-
-
-def _write_checkpoint(file: Path, state: ServerState, seconds: float) -> None:
-    tensors = {"x": state.point.x, "floats": state.point.floats, "ints": state.point.ints}
-    tensors |= {f"memory.{name}": vector for name, vector in state.memory.items()}
-    tensors |= {f"shared.{name}": vector for name, vector in state.shared.items()}
-    for name, kept in state.kept.items():
-        clients = sorted(kept)
-        tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
-        tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
-    counters = {"round": state.round, "seconds": seconds, "totals": asdict(state.totals)}
-    save_file(tensors, file, metadata={"gradalign": json.dumps(counters)})
-
-
-def load_checkpoint(path: Path) -> tuple[ServerState, float]:
-    """Read a checkpoint: the state and the seconds spent until then."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            counters = json.loads(file.metadata()["gradalign"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise GradalignError(f"{path} is not a checkpoint of this library: {error}") from None
-
-    def group(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-    vectors = group("kept.")
-    kept = {
-        name: {int(client): vectors[name][row].clone() for row, client in enumerate(clients)}
-        for name, clients in group("clients.").items()
-    }
-    state = ServerState(
-        point=Point(tensors["x"], tensors["floats"], tensors["ints"]),
-        round=int(counters["round"]),
-        memory=group("memory."),
-        shared=group("shared."),
-        kept=kept,
-        totals=Totals(**counters["totals"]),
-    )
-    return state, float(counters["seconds"])

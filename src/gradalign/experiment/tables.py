@@ -13,15 +13,15 @@ from rich.table import Table
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import TASKS
-from gradalign.experiment.compare import CURVES
-from gradalign.experiment.store import CHECKPOINT, METRICS, SPEC, SUMMARY, read_json, read_metrics, read_spec
+from gradalign.experiment.files import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP
+from gradalign.experiment.store import read_json, read_metrics, read_spec
 
 
 def _percent(spread: Mapping[str, float | None] | None) -> str:
-    return _spread(spread, ".2f", 100.0)
+    return spread_words(spread, ".2f", 100.0)
 
 
-def _spread(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
+def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
     """Return mean ± std; one seed alone has no deviation."""
     if spread is None or spread["mean"] is None:
         return "–"
@@ -46,8 +46,11 @@ def _data_line(task: Mapping[str, Any] | None) -> str:
     words = [f"{task['clients']} clients"]
     if "train_examples" in task:
         words.append(f"{task['train_examples']:,} training examples")
-    words.append(f"{task['test_examples']:,} test examples")
-    known = ("name", "clients", "train_examples", "test_examples", "examples_per_client")
+    if "validation_examples" in task:
+        words.append(f"{task['validation_examples']:,} validation examples held out from training")
+    else:
+        words.append(f"{task['test_examples']:,} test examples")
+    known = ("name", "clients", "train_examples", "test_examples", "validation_examples", "examples_per_client")
     words += [str(value) for key, value in task.items() if key not in known]
     return f"{task['name']}: " + ", ".join(words)
 
@@ -80,6 +83,11 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
         ("time", f"{summary['seconds']:.1f} s"),
         ("folder", str(folder)),
     ]
+    if summary.get("final_validation_accuracy") is not None:
+        final, best = summary["final_validation_accuracy"], summary["best_validation_accuracy"]
+        rows[2] = ("validation accuracy", f"{final:.2%} (best {best:.2%})")
+    if summary.get("final_validation_loss") is not None:
+        rows[3] = ("validation loss", _number(summary["final_validation_loss"]))
     if summary.get("scale"):
         rows.insert(2, ("scale", summary["scale"]))
     if summary.get("paper"):
@@ -96,7 +104,7 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
     if spread is None:
         return "not reached"
     partly = f" ({entry['reached_target']} of {runs})" if entry["reached_target"] < runs else ""
-    return _spread(spread, ".1f") + partly
+    return spread_words(spread, ".1f") + partly
 
 
 def _seeds(summary: Mapping[str, Any]) -> str:
@@ -126,10 +134,10 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
             *(
                 (_percent(entry["best_test_accuracy"]), _percent(entry["final_test_accuracy"]))
                 if scored
-                else (_spread(entry["final_test_loss"], ".4g"),)
+                else (spread_words(entry["final_test_loss"], ".4g"),)
             ),
             _target_cell(entry),
-            _spread(entry["final_r"], ".2g"),
+            spread_words(entry["final_r"], ".2g"),
             *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []),
         )
     console.print(table)
@@ -145,6 +153,8 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     if (folder / CURVES).exists():
         console.print(f"curves: {escape(str(folder / CURVES))}", soft_wrap=True)
     console.print(f"summary: {escape(str(folder / SUMMARY))}", soft_wrap=True)
+    if (folder / REPORT).exists():
+        console.print(f"report: {escape(str(folder / REPORT))}", soft_wrap=True)
 
 
 def describe_tasks() -> list[dict[str, Any]]:
@@ -186,10 +196,13 @@ def load_shown(folder: Path) -> dict[str, Any]:
             "last_row": rows[-1] if rows else None,
             "summary": summary,
         }
+    if (folder / SWEEP).exists():
+        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
+        return {"kind": "sweep", "complete": summary is not None, "summary": summary}
     if (folder / SUMMARY).exists():
         return {"kind": "comparison", "complete": True, "summary": read_json(folder / SUMMARY)}
     raise GradalignError(
-        f"{folder} is neither a run folder nor a finished comparison: it has no {SPEC} and no {SUMMARY}"
+        f"{folder} is neither a run folder nor a finished comparison or sweep: it has no {SPEC} and no {SUMMARY}"
     )
 
 

@@ -12,8 +12,9 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.api import Where, conduct, describe
+from gradalign.experiment.api import Where, conduct
 from gradalign.experiment.build import make_federation
+from gradalign.experiment.described import describe
 from gradalign.experiment.rounds import Federation
 from gradalign.experiment.runner import CHECKPOINT_SECONDS, Measure, Result, Row
 from gradalign.flower.engine import FlowerEngine

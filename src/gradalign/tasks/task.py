@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -68,6 +68,8 @@ class Task:
         augment: ``augment(batch)`` returns a changed batch, in local steps only: never in the gradient phase, never in
             evaluation. It draws from torch's (or NumPy's) global generator, which then follows the run's seed.
         accuracy: ``accuracy(outputs, targets)`` gives the batch's mean accuracy, or None where it has none.
+        scored_on: What the test examples are called in the metrics: "validation" where ``hold_out`` put held-out
+            training examples in their place.
         name: The task's name in run folders and tables.
         facts: Anything worth printing beside the results, such as the partition or the size of a subset.
     """
@@ -79,6 +81,7 @@ class Task:
     predict: Callable[[nn.Module, Any], tuple[Any, Any]] = predict
     augment: Callable[[Any], Any] | None = None
     accuracy: Callable[[Any, Any], Tensor | float | None] = share_correct
+    scored_on: Literal["test", "validation"] = "test"
     name: str = "custom"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -145,5 +148,6 @@ class Task:
             )
             counts["train_examples"] = int(sizes.sum())
             counts["examples_per_client"] = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
-        counts["test_examples"] = 0 if self.test_examples is None else len(self.test_examples)
+        counts["test_examples"] = 0
+        counts[f"{self.scored_on}_examples"] = 0 if self.test_examples is None else len(self.test_examples)
         return counts | {str(name): plain_value(value) for name, value in self.facts.items()}

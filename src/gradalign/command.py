@@ -1,0 +1,75 @@
+"""What all commands share: options, and how the user's mistakes and interrupts are told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradalign.errors import GradalignError, LostRankError
+from gradalign.launch import rank, under_torchrun
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
+]
+UserTask = Annotated[
+    str | None,
+    typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, treated like Ctrl-C: a checkpoint is kept and workers end."""
+
+
+def _terminate(*_: object) -> None:
+    raise _Terminated
+
+
+@contextmanager
+def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
+    """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
+    before = None
+    with suppress(ValueError):  # not the main thread: signals are someone else's
+        before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except GradalignError as error:
+        hint = f"; {resume_hint}" if resume_hint and isinstance(error, LostRankError) else ""
+        # All ranks of a job meet the same mistakes: one of them speaks. Of rank 0's own end, rank 1 tells.
+        if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
+            say(f"error: {error}{hint}")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt as stop:
+        terminated = isinstance(stop, _Terminated)
+        why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
+        if rank() == 0:
+            say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
+        raise typer.Exit(143 if terminated else 130) from None
+    except OSError as error:
+        say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        raise typer.Exit(2) from None
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)  # from here on there is nothing left to tidy up
+
+
+def say(text: str) -> None:
+    """Print one line to standard error."""
+    print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def print_json(data: Any) -> None:
+    """Print for programs."""
+    print(json.dumps(data, indent=2, ensure_ascii=False))

@@ -1,0 +1,166 @@
+"""Runs sorted into experiments (what is compared) and groups (the seeds of one algorithm with one set of settings)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradalign.experiment.foreign import shown_text
+from gradalign.report.gather import Run, canonical, number_of
+
+_LONGEST_NAME = 80
+_NOT_SETTINGS = ("seed", "name", "paper", "full_size")
+_SHORT = {"algorithm.beta": "β", "algorithm.mu": "μ", "local.steps": "K"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperNumber:
+    """What the paper reports for an algorithm, in percent; ``std`` where it gives one."""
+
+    mean: float
+    std: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The runs of one algorithm with one set of settings; they differ in their seeds."""
+
+    label: str
+    name: str
+    runs: tuple[Run, ...]
+    paper: PaperNumber | None
+
+    @property
+    def complete(self) -> list[Run]:
+        """The runs that reached their last round."""
+        return [run for run in self.runs if run.state == "complete"]
+
+    @property
+    def scored_on(self) -> str:
+        """What its runs were scored on: "test" or "validation"."""
+        return self.runs[0].scored_on
+
+    def scores(self) -> list[float]:
+        """Return the final accuracy of every run that finished and has it: what groups are judged by."""
+        return self.finals(f"final_{self.scored_on}_accuracy")
+
+    def finals(self, name: str) -> list[float]:
+        """Return one number of the summaries, of every run that finished and has it."""
+        found = (number_of(run.summary.get(name)) for run in self.complete)
+        return [value for value in found if value is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What was compared: groups on one task."""
+
+    name: str
+    groups: tuple[Group, ...]
+
+    @property
+    def scored_on(self) -> str:
+        """What its runs were scored on: "test" or "validation"."""
+        return self.groups[0].scored_on
+
+    @property
+    def runs(self) -> list[Run]:
+        """All its runs."""
+        return [run for group in self.groups for run in group.runs]
+
+    def paper_text(self, key: str) -> str | None:
+        """Return the paper's ``source`` or ``claim`` as the recipe has it."""
+        for run in self.runs:
+            text = _table(run.spec.get("paper")).get(key)
+            if isinstance(text, str):
+                return shown_text(text)
+        return None
+
+
+def arrange(runs: Iterable[Run]) -> list[Experiment]:
+    """Sort runs into experiments and groups; what was scored on held-out training data comes last, by itself."""
+    found: dict[str, list[Run]] = {}
+    of_comparison: dict[Path, str] = {}
+    for run in runs:
+        key = canonical([run.spec.get("name"), run.spec.get("task"), run.scored_on])
+        if run.comparison is not None:  # its entries belong together whatever they vary
+            key = of_comparison.setdefault(run.comparison, key)
+        found.setdefault(key, []).append(run)
+    experiments = [_experiment(members) for members in found.values()]
+    return sorted(experiments, key=lambda experiment: experiment.scored_on)
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return a run's settings by dotted name, without its seed, its name and what is only told."""
+    return dict(_flatten({key: value for key, value in run.spec.items() if key not in _NOT_SETTINGS}))
+
+
+def _experiment(runs: Sequence[Run]) -> Experiment:
+    grouped: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.place):
+        grouped.setdefault(canonical([_name_of(run), settings_of(run)]), []).append(run)
+    members = [sorted(group, key=lambda run: run.seed) for group in grouped.values()]
+    labels = _labels(members)
+    groups = [
+        Group(label=label, name=_name_of(group[0]), runs=tuple(group), paper=_paper_number(group[0]))
+        for label, group in zip(labels, members, strict=True)
+    ]
+    first = runs[0].spec
+    name = first.get("name") or _table(first.get("task")).get("name") or "experiment"
+    scored = " (validation data)" if groups[0].scored_on == "validation" else ""
+    return Experiment(name=_short_text(name) + scored, groups=tuple(groups))
+
+
+def _name_of(run: Run) -> str:
+    return run.entry or shown_text(run.spec["algorithm"]["name"])
+
+
+def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Name every group; where several have one algorithm, the settings in which those differ are added."""
+    names = [_name_of(group[0]) for group in groups]
+    labels = []
+    for name, group in zip(names, groups, strict=True):
+        rivals = [settings_of(other[0]) for other, theirs in zip(groups, names, strict=True) if theirs == name]
+        own = settings_of(group[0])
+        differing = [key for key in own if any(rival.get(key) != own[key] for rival in rivals)]
+        words = ", ".join(f"{_SHORT.get(key, key.split('.')[-1])}={shown_value(own[key])}" for key in sorted(differing))
+        labels.append(_short_text(f"{name} ({words})" if words else name))
+    return labels
+
+
+def shown_value(value: Any) -> str:
+    """Return a setting as the recipe would have it, short."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return _short_text(value)
+
+
+def _short_text(text: object) -> str:
+    shown = shown_text(text)
+    return shown if len(shown) <= _LONGEST_NAME else shown[: _LONGEST_NAME - 1] + "…"
+
+
+def _paper_number(run: Run) -> PaperNumber | None:
+    """Return the paper's accuracy, which is one on test data: nothing else is set beside it."""
+    if run.scored_on != "test":
+        return None
+    found = _table(_table(run.spec.get("paper")).get("test_accuracy")).get(_name_of(run))
+    values = [number_of(value) for value in (found if isinstance(found, list) else [found])]
+    if not values or values[0] is None:
+        return None
+    return PaperNumber(mean=values[0], std=values[1] if len(values) > 1 else None)
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and depth < 6:
+            yield from _flatten(value, f"{prefix}{shown_text(key)}.", depth + 1)
+        else:
+            yield f"{prefix}{shown_text(key)}", value

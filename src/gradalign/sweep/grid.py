@@ -1,0 +1,195 @@
+"""What a sweep tries: the names of the values, where they go in a recipe, and the lists they are taken from."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from gradalign.errors import GradalignError
+from gradalign.experiment.build import ALGORITHMS, accepted_parameters, algorithm_names
+from gradalign.experiment.spec import ScheduleSpec, Spec, SweepSpec, explain, merge
+
+Value = float | int | str
+Point = dict[str, Value]
+Lists = dict[str, list[Value]]
+
+# Where each value goes in a recipe.
+PLACES: dict[str, tuple[str, str]] = {
+    "lr": ("local", "lr"),
+    "batch": ("local", "batch_size"),
+    "K": ("local", "steps"),
+    "epochs": ("local", "epochs"),
+    "weight_decay": ("local", "weight_decay"),
+    "clip_norm": ("local", "clip_norm"),
+    "server_lr": ("server", "lr"),
+    "beta": ("algorithm", "beta"),
+    "mu": ("algorithm", "mu"),
+    "alpha": ("algorithm", "alpha"),
+}
+_OTHER_NAMES = {"batch_size": "batch", "k": "K", "steps": "K", "local_steps": "K", "wd": "weight_decay"}
+_OF_ALGORITHMS = ("beta", "mu", "alpha")
+FINE = "beta_fine"
+
+# The paper's values, and those of the papers of FedProx and FedDyn.
+_LR = (0.05, 0.1, 0.2, 0.4)
+_STEPS = (1, 10, 20, 40)
+_EPOCHS = (1, 2, 4)
+_WEIGHT_DECAY = (0.001, 0.0001)
+_OWN_VALUES = {"beta": (0.01, 0.1, 1.0, 5.0), "mu": (0.001, 0.01, 0.1, 1.0), "alpha": (0.001, 0.01, 0.1)}
+
+
+def parse_grid(words: Iterable[str]) -> Lists:
+    """Turn ``lr=.05,.1`` words into lists, checked as a recipe's [sweep] table is."""
+    lists: Lists = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = _OTHER_NAMES.get(name.strip(), name.strip())
+        known = [*PLACES, FINE]
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f'did you mean "{close[0]}"?' if close else f"known are {', '.join(known)}"
+            raise GradalignError(f'--grid: "{name}" is not a value that can be swept; {hint}')
+        values = [part.strip() for part in text.split(",") if part.strip()]
+        if not equals or not values:
+            raise GradalignError(f"--grid {name} has no values; give for example --grid lr=.05,.1,.2")
+        if name in lists:
+            raise GradalignError(f"--grid {name} is given twice; put all its values into one list")
+        lists[name] = [_number(name, value) for value in values]
+    try:
+        checked = SweepSpec.model_validate(lists)
+    except ValidationError as error:
+        raise explain(error, "--grid", SweepSpec) from None
+    return {name: _distinct(getattr(checked, name)) for name in lists}
+
+
+def _number(name: str, text: str) -> Value:
+    if name == "batch" and text == "whole":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        allowed = 'numbers, or "whole" for all of a client' if name == "batch" else "numbers"
+        raise GradalignError(f'--grid {name}: "{text}" is not a number; its values must be {allowed}') from None
+
+
+def _distinct(values: Iterable[Value]) -> list[Value]:
+    return list(dict.fromkeys(values))
+
+
+def default_lists(spec: Spec) -> Lists:
+    """Return the paper's values for whatever a recipe's algorithm has, each list with the recipe's own value in it."""
+    local = spec.local
+    lr = local.lr.value if isinstance(local.lr, ScheduleSpec) else local.lr
+    lists: Lists = {
+        "lr": sorted({*_LR, lr}),
+        "batch": _distinct([local.batch_size or "whole", "whole"]),
+        "weight_decay": sorted({*_WEIGHT_DECAY, local.weight_decay}),
+    }
+    if local.steps is None:
+        lists["epochs"] = sorted({*_EPOCHS, local.epochs or 1})
+    else:
+        lists["K"] = sorted({*_STEPS, local.steps})
+    return lists | {name: list(_OWN_VALUES[name]) for name in _OF_ALGORITHMS if name in _parameters(spec)}
+
+
+def _parameters(spec: Spec) -> set[str]:
+    return accepted_parameters(spec.algorithm.name)
+
+
+def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
+    """Return the lists of a sweep: the defaults, over them the recipe's [sweep], over that the command line's.
+
+    Args:
+        spec: The recipe with the algorithm that is swept.
+        section: The recipe's [sweep] table; what its algorithm does not have is left out.
+        given: The command line's lists; what the algorithm does not have is a mistake.
+    """
+    stated = {name: _distinct(getattr(section, name) or ()) for name in [*PLACES, FINE]}
+    lists = default_lists(spec)
+    for layer in ({name: values for name, values in stated.items() if values}, given):
+        if "K" in layer and "epochs" in layer:
+            raise GradalignError("a sweep goes over K (local steps) or over epochs, not both")
+        for name, other in (("K", "epochs"), ("epochs", "K")):
+            if name in layer:
+                lists.pop(other, None)
+        lists |= layer
+    foreign = [name for name in (*_OF_ALGORITHMS, FINE) if name.removesuffix("_fine") not in _parameters(spec)]
+    wrong = [name for name in foreign if name in given]
+    if wrong:
+        raise GradalignError(f"--grid {wrong[0]}: {spec.algorithm.name} has no such parameter")
+    if _one_step(spec) and not {"K", "epochs"} & set(given):
+        lists.pop("epochs", None)
+        lists["K"] = [1]
+    return {name: values for name, values in lists.items() if name not in foreign}
+
+
+def _one_step(spec: Spec) -> bool:
+    return any(ALGORITHMS[name].one_step for name in algorithm_names(spec.algorithm.name) if name in ALGORITHMS)
+
+
+def apply_point(tables: Mapping[str, Any], point: Mapping[str, Value]) -> dict[str, Any]:
+    """Return a recipe's tables with a point's values in their places; of a schedule, the value it is about."""
+    data = dict(tables)
+    for name, value in point.items():
+        table, key = PLACES[name]
+        before = data.get(table, {}).get(key)
+        data = merge(data, {table: {key: {"value": value} if isinstance(before, Mapping) else value}})
+    for name, other in (("K", "epochs"), ("epochs", "K")):
+        if name in point:
+            data["local"].pop(PLACES[other][1], None)
+    return data
+
+
+def combinations(lists: Mapping[str, Sequence[Value]]) -> list[Point]:
+    """Return every combination of the values, the last list varying fastest."""
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def ordered(point: Mapping[str, Value]) -> Point:
+    """Return a point with its values in the order in which they are always shown."""
+    return {name: point[name] for name in PLACES if name in point}
+
+
+def fine_values(best: float, coarse: Sequence[float]) -> list[float]:
+    """Return values around the best of a coarse list: two on either side, evenly spaced in ratio up to its neighbours.
+
+    At an end of the list the missing neighbour lies as far out as the other one lies in; values have two digits.
+    """
+    below, above = _neighbours(best, sorted(coarse))
+    if best == 0:
+        steps = [above / 10 ** (k / 3) for k in (3, 2, 1)]
+    else:
+        steps = [best * (below / best) ** (k / 3) for k in (2, 1)] + [best * (above / best) ** (k / 3) for k in (1, 2)]
+    return [value for value in dict.fromkeys(float(f"{step:.2g}") for step in steps) if value not in coarse]
+
+
+def _neighbours(best: float, values: Sequence[float]) -> tuple[float, float]:
+    lower = [value for value in values if 0 < value < best]
+    higher = [value for value in values if value > best]
+    if best == 0:
+        return 0.0, higher[0] if higher else 0.1
+    ratio = 10.0
+    above = higher[0] if higher else best * (best / lower[-1] if lower else ratio)
+    below = lower[-1] if lower else best / (higher[0] / best if higher else ratio)
+    return below, above
+
+
+def describe_point(point: Mapping[str, Value]) -> str:
+    """Return a point in words."""
+    return ", ".join(f"{name} {shown(value)}" for name, value in point.items())
+
+
+def shown(value: Any) -> str:
+    """Return a value as people write it."""
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.6g}"
+    return str(value)

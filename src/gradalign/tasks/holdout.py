@@ -1,0 +1,154 @@
+"""Validation examples held out from the training data, client by client, so that tuning never sees the test set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradalign.errors import GradalignError
+from gradalign.seeding import Purpose, numpy_stream
+from gradalign.tasks.data import Examples, PartitionedClients, TensorExamples, as_examples
+from gradalign.tasks.task import Task
+
+
+def split_rows(examples: int, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    """Return which of a client's examples are trained on and which are held out, both in ascending order.
+
+    A client gives ``share`` of its examples, rounded up or down by a seeded draw so that every example has the same
+    chance to be held out, also at clients that are too small to give a whole one. It always keeps one to train on.
+    """
+    stream = numpy_stream(seed, Purpose.HOLDOUT, client)
+    count = min(int(share * examples + stream.random()), examples - 1)
+    order = stream.permutation(examples)
+    return torch.from_numpy(np.sort(order[count:])), torch.from_numpy(np.sort(order[:count]))
+
+
+def hold_out(task: Task, share: float, seed: int = 0) -> Task:
+    """Return the task with a share of each client's examples taken out of training and scored instead of the test set.
+
+    Args:
+        task: What is trained; its own test set is not part of the result.
+        share: The share of each client's examples to hold out, between 0 and 1.
+        seed: The seed of the choice.
+    """
+    if not 0.0 < share < 1.0:
+        raise GradalignError(f"the share to hold out must be between 0 and 1, got {share:g}")
+    if isinstance(task.clients, PartitionedClients):
+        split: tuple[Sequence[Any], Examples | None] = _split_partition(task.clients, share, seed)
+    else:
+        split = _split_entries(task, share, seed)
+    clients, validation = split
+    if validation is None or len(validation) == 0:
+        raise GradalignError(
+            f"holding out {share:g} of each client of the task {task.name} gives no validation example; "
+            "hold out more, or use larger clients"
+        )
+    return replace(task, clients=clients, test=validation, scored_on="validation")
+
+
+def _split_partition(clients: PartitionedClients, share: float, seed: int) -> tuple[PartitionedClients, TensorExamples]:
+    trained, held = [], []
+    for client in range(len(clients)):
+        rows = clients.rows[clients.offsets[client] : clients.offsets[client + 1]]
+        train, valid = split_rows(len(rows), share, seed, client)
+        trained.append(rows[train])
+        held.append(rows[valid])
+    validation = TensorExamples(clients.tensors, torch.cat(held), clients.transform)
+    return PartitionedClients(clients.tensors, trained, clients.transform), validation
+
+
+def _split_entries(task: Task, share: float, seed: int) -> tuple[Sequence[Any], Examples | None]:
+    """Split clients that are entries of a list, or made on demand; what is held out is gathered now, once."""
+    batches = []
+    for client in range(len(task.clients)):
+        examples = task.client(client, seed)
+        rows = split_rows(len(examples), share, seed, client)[1]
+        if len(rows):
+            batches.append(examples.batch(rows))
+    clients = _TrainingParts(task.clients, share, seed)
+    whole = list(clients) if isinstance(task.clients, list | tuple) else clients
+    return whole, _Gathered(_joined(batches)) if batches else None
+
+
+class _TrainingParts(Sequence[Any]):
+    """The clients' training examples, each client's made when it is asked for, as the clients' own are."""
+
+    def __init__(self, clients: Sequence[Any], share: float, seed: int) -> None:
+        self._clients, self._share, self._seed = clients, share, seed
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return [self[i] for i in range(*client.indices(len(self)))]
+        examples = as_examples(self._clients[client])
+        rows = split_rows(len(examples), self._share, self._seed, client % len(self))[0]
+        if isinstance(examples, TensorExamples):
+            own = rows if examples.rows is None else examples.rows[rows]
+            return TensorExamples(examples.tensors, own, examples.transform)
+        return _Part(examples, rows)
+
+
+class _Part(Examples):
+    """Some rows of any examples."""
+
+    def __init__(self, examples: Examples, rows: Tensor) -> None:
+        self.examples, self.rows = examples, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batch(self, index: Tensor) -> Any:
+        """Return the selected rows, collated as the examples themselves do it."""
+        return self.examples.batch(self.rows[index])
+
+
+class _Gathered(Examples):
+    """One large batch, of any shape that is made of tensors, from which smaller ones are drawn."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def __len__(self) -> int:
+        return _first_length(self.whole)
+
+    def batch(self, index: Tensor) -> Any:
+        """Return these rows of every tensor."""
+        return _mapped(lambda tensors: tensors[0].index_select(0, index), [self.whole])
+
+
+def _mapped(change: Callable[[list[Tensor]], Tensor], batches: Sequence[Any]) -> Any:
+    """Apply a function to the tensors that lie at the same place of every batch."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return change(list(batches))
+    if isinstance(first, Mapping):
+        return {key: _mapped(change, [batch[key] for batch in batches]) for key in first}
+    if isinstance(first, tuple | list):
+        parts = [_mapped(change, [batch[place] for batch in batches]) for place in range(len(first))]
+        return parts if isinstance(first, list) else tuple(parts)
+    raise GradalignError(
+        f"cannot hold out validation examples from batches that contain {type(first).__name__}; "
+        "batches must be made of tensors"
+    )
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    try:
+        return _mapped(torch.cat, batches)
+    except (RuntimeError, KeyError, IndexError, TypeError) as error:
+        raise GradalignError(
+            f"cannot hold out validation examples: the clients' examples differ in form ({error})"
+        ) from None
+
+
+def _first_length(batch: Any) -> int:
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+    return len(batch)
