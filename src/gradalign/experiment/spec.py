@@ -95,7 +95,7 @@ class ClientsSpec(Section):
 
 
 class MeasureSpec(Section):
-    """What is measured and how often; 0 is never, and no number picks about fifty (test) or twenty (train) points."""
+    """What is measured and how often; 0 is never, and no number picks a spacing; see ``cadence.py``."""
 
     test_every: Annotated[int, Field(ge=0)] | None = None
     train_every: Annotated[int, Field(ge=0)] | None = None
