@@ -1,6 +1,5 @@
 """FedLab's standalone simulation: its serial trainer, its server handler, its pipeline."""
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import torch

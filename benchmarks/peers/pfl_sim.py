@@ -54,7 +54,9 @@ class Between(TrainingProcessCallback):
         self._wait(model)
         return Metrics()
 
-    def after_central_iteration(self, aggregate_metrics: Metrics, model: PyTorchModel, **_: Any) -> tuple[bool, Metrics]:
+    def after_central_iteration(
+        self, aggregate_metrics: Metrics, model: PyTorchModel, **_: Any
+    ) -> tuple[bool, Metrics]:
         """Wait for the next round."""
         self._wait(model)
         return False, Metrics()
@@ -80,7 +82,9 @@ def run(workload: Workload, gate: Gate) -> None:
     """
     epochs, rest = divmod(workload.local_steps(), workload.batches())
     if rest:
-        raise SystemExit(f"pfl trains whole epochs: {workload.local_steps()} steps are not of {workload.batches()} each")
+        raise SystemExit(
+            f"pfl trains whole epochs: {workload.local_steps()} steps are not of {workload.batches()} each"
+        )
     size = workload.size
     inputs, targets = (values.split(size) for values in workload.data())
     clients = FederatedDataset(

@@ -1,4 +1,4 @@
-"""A contender in a process of its own: ``python -m benchmarks.peers.player NAME WORKLOAD``, told what to do by a pipe."""
+"""A contender in a process of its own: ``python -m benchmarks.peers.player NAME WORKLOAD``, driven by a pipe."""
 
 from __future__ import annotations
 
