@@ -8,6 +8,7 @@ import queue
 import subprocess
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -31,6 +32,7 @@ class Contender:
     def __init__(self, process: subprocess.Popen[str], token: str, log: Path) -> None:
         self.memory = family.PeakMemory(process.pid, token)
         self._process, self._log = process, log
+        self._given_up = False
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -46,13 +48,25 @@ class Contender:
         Raises:
             PeerError: None came, or another one than expected.
         """
+        line = self._next_line(time.monotonic() + patience)
+        if line is None:
+            self._given_up = True
+            raise PeerError(f"no answer in {patience:.0f} s")
         try:
-            line = self._answers.get(timeout=patience)
             return json.loads(line)[key]
-        except queue.Empty:
-            raise PeerError(f"no answer in {patience:.0f} s") from None
         except (ValueError, KeyError, TypeError):
-            raise PeerError(self._last_words() if not line else f"unexpected answer {line.strip()[:200]!r}") from None
+            raise PeerError(f"unexpected answer {line.strip()[:200]!r}" if line else self._last_words()) from None
+
+    def _next_line(self, deadline: float) -> str | None:
+        while time.monotonic() < deadline:
+            # A contender's daemons may hold its end of the pipe open when it has died: its life is looked at as well.
+            dead = self._process.poll() is not None
+            try:
+                return self._answers.get(timeout=0.2)
+            except queue.Empty:
+                if dead:
+                    return ""
+        return None
 
     def _last_words(self) -> str:
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
@@ -76,6 +90,8 @@ class Contender:
 
     def leave(self, patience: float) -> None:
         """Let the contender end by itself, which simulators with daemons do better than they die."""
+        if self._given_up:
+            return
         with suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
