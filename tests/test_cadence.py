@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from hypothesis import given
@@ -71,4 +72,11 @@ def test_what_was_asked_for_stays():
     big = federation(47, 780, 6110, ga.FedAvg(), per_round=10)
     found = settle(ga.Measure(test_every=1, train_every=0), big, 5)
     assert (found.test_every, found.train_every) == (1, 0)
-    assert settle(ga.Measure(train_every=0), big, 100, clients_are_here=False).test_every == 2
+
+
+def test_clients_elsewhere_are_not_looked_at():
+    from gradalign.flower.remote import RemoteClients
+
+    here = federation(47, 780, 6110, ga.FedAvg(), per_round=10)
+    away = replace(here, task=replace(here.task, clients=RemoteClients(47, {})))
+    assert settle(ga.Measure(train_every=0), away, 100).test_every == 2

@@ -31,7 +31,7 @@ def spacing(rounds: int, points: int, cost: float, budget: float) -> int:
     return rounds if affordable <= 2 else max(closest, math.ceil(rounds / (affordable - 1)))
 
 
-def settle(measure: Measure, federation: Federation, rounds: int, *, clients_are_here: bool = True) -> Measure:
+def settle(measure: Measure, federation: Federation, rounds: int) -> Measure:
     """Return the measure with the spacings that were left open decided.
 
     Half of the budget is for the test set, half for the clients' gradients. Where the clients' data is elsewhere its
@@ -39,7 +39,8 @@ def settle(measure: Measure, federation: Federation, rounds: int, *, clients_are
     """
     if measure.test_every is not None and measure.train_every is not None:
         return measure
-    test, probed, budget = _costs(measure, federation, rounds) if clients_are_here else (0.0, 0.0, 0.0)
+    elsewhere = getattr(federation.task.clients, "elsewhere", False)
+    test, probed, budget = (0.0, 0.0, 0.0) if elsewhere else _costs(measure, federation, rounds)
     test_every, train_every = measure.test_every, measure.train_every
     if test_every is None:
         test_every = spacing(rounds, TEST_POINTS, test, budget / 2)

@@ -145,7 +145,7 @@ def execute(
     """
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
-    measure = settle(measure, federation, rounds, clients_are_here=not isinstance(engine, RemoteEngine))
+    measure = settle(measure, federation, rounds)
     restored = folder.restore() if folder is not None else None
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)

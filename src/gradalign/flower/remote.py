@@ -26,6 +26,8 @@ class _RemoteExamples(Examples):
 class RemoteClients(Sequence[Examples]):
     """The clients as the server sees them; ``sizes`` may grow while nodes connect."""
 
+    elsewhere = True  # their data is not looked at here
+
     def __init__(self, total: int, sizes: Mapping[int, int]) -> None:
         self._total, self._sizes = total, sizes
 
