@@ -46,7 +46,7 @@ class Measure:
         train_every: Training loss and accuracy, r(x), drift and cosine, all from one gradient pass over some clients
             at the server's point (None: about twenty points).
         train_clients: How many clients that pass visits: client 0 and others, the same in all rounds.
-        target_accuracy: The test accuracy for "communication rounds to a target".
+        target_accuracy: The accuracy, on test or validation examples, for "communication rounds to a target".
     """
 
     test_every: int | None = None
@@ -183,13 +183,14 @@ def _validation_summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def rounds_to(rows: list[Row], target: float | None) -> int | None:
-    """Return the communication rounds after which the test accuracy first reached the target."""
+    """Return the communication rounds after which the accuracy, on whatever is scored, first reached the target."""
     if target is None:
         return None
-    reached = (
-        r["communication_rounds"] for r in rows if r["test_accuracy"] is not None and r["test_accuracy"] >= target
-    )
-    return next(reached, None)
+    for row in rows:
+        accuracies = (row["test_accuracy"], row.get("validation_accuracy"))
+        if any(accuracy is not None and accuracy >= target for accuracy in accuracies):
+            return int(row["communication_rounds"])
+    return None
 
 
 def versions() -> dict[str, str]:
