@@ -1,4 +1,4 @@
-"""``python -m benchmarks [--json] [W1 W3 …]``: rounds per contender, interleaved in one run, medians and ratios."""
+"""``python -m benchmarks [--json] [--memory] [W1 W3 …]``: rounds of every contender in turn, medians, ratios."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradalign as ga
 from benchmarks.contenders import plain_loop, this_library, tuned_loop
+from benchmarks.memory import measure_memory, print_memory
+from benchmarks.peers.install import DEFAULT_PLACE
+from benchmarks.peers.timing import Peers, compare, print_peers
 from benchmarks.workloads import WORKLOADS, Workload
 
 
@@ -54,8 +59,8 @@ def fedga_factor(workload: Workload) -> float:
     return (workload.samples() + workload.sampled * workload.size) / workload.samples()
 
 
-def measure(workload: Workload, repetitions: int, peak: float) -> dict[str, Any]:
-    """Time all contenders on one workload."""
+def measure(workload: Workload, repetitions: int, peak: float, place: Path | None) -> dict[str, Any]:
+    """Time all contenders on one workload, peers too unless there is no place for them."""
     data = workload.data()
     with ExitStack() as stack:
         contenders = {
@@ -64,13 +69,17 @@ def measure(workload: Workload, repetitions: int, peak: float) -> dict[str, Any]
             "gradalign": stack.enter_context(this_library(workload, data)),
             "gradalign FedGA": stack.enter_context(this_library(workload, data, ga.FedGA(beta=0.01))),
         }
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for action in contenders.values():
-            action()  # the first round pays for warming up
+        clocks: dict[str, Callable[[], float]] = {name: partial(seconds, play) for name, play in contenders.items()}
+        peers = Peers(workload, place, stack)
+        times: dict[str, list[float]] = {name: [] for name in (*clocks, *peers.names())}
+        for clock in clocks.values():
+            clock()  # the first round pays for warming up
+        peers.warm_up()
         for _ in range(repetitions):
-            for name, action in contenders.items():
-                times[name].append(seconds(action))
-    median = {name: statistics.median(values) for name, values in times.items()}
+            for name, clock in clocks.items():
+                times[name].append(clock())
+            peers.play(times)
+    median = {name: statistics.median(values) for name, values in times.items() if values}
     ratios = [plain / ours for plain, ours in zip(times["plain"], times["gradalign"], strict=True)]
     return {
         "workload": workload.name,
@@ -82,6 +91,7 @@ def measure(workload: Workload, repetitions: int, peak: float) -> dict[str, Any]
         "share_of_peak": flops_per_round(workload) / median["gradalign"] / peak,
         "fedga_over_fedavg": median["gradalign FedGA"] / median["gradalign"],
         "fedga_samples": fedga_factor(workload),
+        "peers": compare(median, peers.remarks),
     }
 
 
@@ -134,19 +144,31 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="W", help=f"some of {', '.join(WORKLOADS)} (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--repetitions", type=int, default=5, help="timed rounds of each contender (default 5)")
+    parser.add_argument("--memory", action="store_true", help="measure memory and start instead of time (default: W1)")
+    parser.add_argument("--no-peers", action="store_true", help="leave other simulators out")
+    parser.add_argument(
+        "--peers", type=Path, default=DEFAULT_PLACE, metavar="DIR", help="where their environments are (default .peers)"
+    )
     words = parser.parse_args()
     unknown = [name for name in words.workloads if name not in WORKLOADS]
     if unknown or words.repetitions < 1:
         parser.error(f"unknown workload {unknown[0]}" if unknown else "--repetitions must be at least 1")
+    place = None if words.no_peers else words.peers.absolute()
+    if words.memory:
+        memory = [measure_memory(WORKLOADS[name], place) for name in words.workloads or ["W1"]]
+        return print(json.dumps(memory, indent=2)) if words.json else print_memory(memory)
     peak = machine_peak()
-    results = [measure(WORKLOADS[name], words.repetitions, peak) for name in words.workloads or WORKLOADS]
+    results = [measure(WORKLOADS[name], words.repetitions, peak, place) for name in words.workloads or WORKLOADS]
     crowd = crowd_ratio(words.repetitions) if not words.workloads else None
     if words.json:
         print(json.dumps({"peak_flops": peak, "results": results, "crowd_ratio": crowd}, indent=2))
-        return
+        return None
     print_table(results, peak)
+    if place:
+        print_peers(results)
     if crowd is not None:
         print(f"a round with 100,000 clients takes {crowd:.3f} times a round with 100")
+    return None
 
 
 if __name__ == "__main__":

@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import gradalign as ga
 from benchmarks.workloads import Workload
-from gradalign.engines.local import local_engine
-from gradalign.experiment.build import make_federation
-from gradalign.experiment.rounds import ServerState, play_round
-from gradalign.flat import FlatModel
-from gradalign.plan import Algorithm, combine
+
+if TYPE_CHECKING:  # at run time only this_library imports it: the plain loop's memory is measured without it
+    from gradalign.plan import Algorithm
 
 Round = Callable[[], None]
 
@@ -102,6 +100,13 @@ def this_library(
     workload: Workload, data: tuple[Tensor, Tensor], algorithm: Algorithm | None = None, workers: int | None = None
 ) -> Iterator[Round]:
     """Rounds of this library's local engine, with its default number of workers."""
+    import gradalign as ga
+    from gradalign.engines.local import local_engine
+    from gradalign.experiment.build import make_federation
+    from gradalign.experiment.rounds import ServerState, play_round
+    from gradalign.flat import FlatModel
+    from gradalign.plan import combine
+
     task, local = workload.task(data), workload.local()
     federation = make_federation(
         task,

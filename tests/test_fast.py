@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ import gradalign as ga
 from conftest import vector
 from gradalign.cohort import layers_of
 from gradalign.engines.group import GroupTrainer
+from gradalign.experiment.build import build_federation
+from gradalign.experiment.recipes import load_recipe
 from gradalign.fast import fill_channels, pool_before_relu
 from gradalign.flat import FlatModel, all_finite
 from gradalign.local import LocalTrainer
+from gradalign.outer import ProductLinear
 from gradalign.tasks.digits import digits
 
 
@@ -248,3 +252,107 @@ def test_not_finite_numbers_are_found_and_large_ones_are_not_mistaken():
     for bad in (float("nan"), float("inf"), float("-inf")):
         assert not all_finite(torch.tensor([1.0, bad, 2.0]))
     assert not all_finite(torch.tensor([float("inf"), float("-inf")]))
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 450), nn.Tanh(), nn.Linear(450, 3))
+
+
+def wide_task(model=wide, **more) -> ga.Task:
+    generator = torch.Generator().manual_seed(2)
+    data = [(torch.randn(9, 300, generator=generator), torch.randint(3, (9,), generator=generator)) for _ in range(3)]
+    return ga.Task(model=model, clients=data, test=data[0], **more)
+
+
+def keeps_products(task: ga.Task) -> bool:
+    return any(isinstance(part, ProductLinear) for part in LocalTrainer(task, LOCALS[0], 0).flat.module.modules())
+
+
+@pytest.mark.parametrize("local", LOCALS, ids=["steps", "epochs", "clipped"])
+@pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
+def test_products_of_large_layers_agree_with_written_out_gradients(algorithm, local):
+    assert keeps_products(wide_task())
+    close(both(wide_task(), algorithm, local))
+
+
+def test_a_product_is_the_gradient():
+    torch.manual_seed(3)
+    layer = ProductLinear(4, 5)
+    layer.kept = []
+    inputs = torch.randn(2, 3, 4, requires_grad=True)
+    layer(inputs).square().sum().backward()
+    (outwards, rows), *others = layer.kept
+    assert not others
+    assert layer.weight.grad is None
+    outputs = inputs @ layer.weight.T + layer.bias
+    by_hand = 2 * outputs  # of the sum of squares
+    assert torch.allclose(outwards.T @ rows, torch.einsum("abo,abi->oi", by_hand, inputs), atol=1e-5)
+    assert torch.allclose(inputs.grad, by_hand @ layer.weight, atol=1e-5)
+    assert torch.allclose(layer.bias.grad, by_hand.sum((0, 1)), atol=1e-5)
+
+
+class Penalised(nn.Module):
+    """A model that differentiates itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = wide()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+def hooked_wide() -> nn.Module:
+    model = wide()
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def tied_wide() -> nn.Module:
+    model = nn.Sequential(nn.Linear(300, 450), nn.Tanh(), nn.Linear(450, 450), nn.Linear(450, 450), nn.Linear(450, 3))
+    model[3].weight = model[2].weight
+    return model
+
+
+def test_products_are_kept_only_where_nobody_else_asks_for_the_gradient():
+    assert not keeps_products(wide_task(Penalised))
+    assert not keeps_products(wide_task(hooked_wide))
+    assert not keeps_products(wide_task(predict=lambda model, batch: (model(batch[0]), batch[1])))
+    assert not keeps_products(wide_task(lambda: nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 3))))
+    trainer = LocalTrainer(wide_task(tied_wide), LOCALS[0], 0)
+    kinds = [isinstance(layer, ProductLinear) for layer in trainer.flat.module]
+    assert kinds == [True, False, False, False, False], "the shared weight is not taken"
+    close(both(wide_task(tied_wide), ga.FedGA(beta=0.1), LOCALS[0]))
+
+
+def test_bfloat16_is_close_on_request_and_never_exact():
+    task = images(convolutional)
+    exact = ga.LocalTraining(lr=0.1, steps=3, batch_size=6)
+    rough = dataclasses.replace(exact, precision="bf16")
+    runs = [ga.run(task, ga.FedGA(beta=0.1), rounds=2, local=local, workers=0) for local in (exact, rough)]
+    assert all(p.dtype == torch.float32 for p in runs[1].model.parameters())
+    found = []
+    for local in (exact, rough):
+        trainer = LocalTrainer(task, local, 0)
+        found.append(trainer.gradient(trainer.flat.read(), task.client(0), client=0, round_index=0).gradient)
+    error = float((found[1] - found[0]).norm() / found[0].norm())
+    assert 1e-4 < error < 0.1, "bfloat16 keeps eight bits of a number"
+    assert runs[1].history["test_loss"][0] == runs[0].history["test_loss"][0], "evaluation stays exact"
+    again = ga.run(task, ga.FedGA(beta=0.1), rounds=2, local=rough, workers=2)
+    assert torch.equal(vector(again), vector(runs[1]))
+
+
+def test_bfloat16_is_for_every_kind_of_model():
+    for task in (wide_task(), small(30, [7, 4])):
+        local = ga.LocalTraining(lr=0.1, steps=2, precision="bf16")
+        trained = ga.run(task, ga.Scaffold(), rounds=1, local=local, workers=0)
+        assert torch.isfinite(vector(trained)).all()
+    with pytest.raises(ga.GradalignError, match='precision must be "bf16"'):
+        ga.LocalTraining(precision="fp16")
+
+
+def test_a_recipe_asks_for_bfloat16_with_one_word():
+    asked = load_recipe("digits", ["precision=bf16"]).spec()
+    assert build_federation(asked).local.precision == "bf16"
+    with pytest.raises(ga.GradalignError, match="precision: must be 'bf16'"):
+        load_recipe("digits", ["precision=fp16"]).spec()

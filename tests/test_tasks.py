@@ -184,3 +184,14 @@ def test_tasks_are_described_without_data(tmp_path, monkeypatch):
     described = {task["name"]: task["description"] for task in describe_tasks()}
     assert list(described) == list(TASKS) == ["digits", "emnist", "cifar10", "cifar100", "shakespeare"]
     assert all(len(text) > 20 and "\n" not in text for text in described.values())
+
+
+def test_the_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    from gradalign.tasks.digits import _images_and_labels
+
+    pixels, labels = _images_and_labels()
+    bunch = load_digits()
+    assert np.array_equal(pixels, bunch.data)
+    assert np.array_equal(labels, bunch.target)

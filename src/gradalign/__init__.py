@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     )
     from gradalign.errors import DivergedError, GradalignError
     from gradalign.experiment.api import run
-    from gradalign.experiment.runner import Measure, Result
+    from gradalign.experiment.measure import Measure
+    from gradalign.experiment.runner import Result
     from gradalign.experiment.trackers import TensorBoard, WeightsAndBiases
     from gradalign.experiment.tracking import RunInfo, Tracker
     from gradalign.local import LocalTraining
@@ -45,7 +46,8 @@ _HOMES = {
     ),
     "gradalign.errors": ("DivergedError", "GradalignError"),
     "gradalign.experiment.api": ("run",),
-    "gradalign.experiment.runner": ("Measure", "Result"),
+    "gradalign.experiment.measure": ("Measure",),
+    "gradalign.experiment.runner": ("Result",),
     "gradalign.experiment.trackers": ("TensorBoard", "WeightsAndBiases"),
     "gradalign.experiment.tracking": ("RunInfo", "Tracker"),
     "gradalign.local": ("LocalTraining",),

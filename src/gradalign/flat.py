@@ -66,14 +66,14 @@ class FlatModel:
 
     def __init__(self, module: nn.Module, *, channels_last: bool = False) -> None:
         self.module = module
-        self._parameters = _trained(module)
-        self._permuted = [channels_last and p.ndim == 4 for p in self._parameters]
-        first = self._parameters[0]
-        total = sum(p.numel() for p in self._parameters)
+        self.parameters = _trained(module)
+        self._permuted = [channels_last and p.ndim == 4 for p in self.parameters]
+        first = self.parameters[0]
+        total = sum(p.numel() for p in self.parameters)
         self.vector = torch.empty(total, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.vector)
         self._own_views, self._gradient_views = self.views(self.vector), self.views(self.gradient)
-        for p, view in zip(self._parameters, self._own_views, strict=True):
+        for p, view in zip(self.parameters, self._own_views, strict=True):
             view.copy_(p.detach())
             p.data = view
         buffers = dict(module.named_buffers())
@@ -105,7 +105,7 @@ class FlatModel:
     def views(self, vector: Tensor, *, inside: bool = True) -> list[Tensor]:
         """Return the parameters' views of a flat vector, in the layout of the inside or of the outside."""
         views, offset = [], 0
-        for p, permuted in zip(self._parameters, self._permuted, strict=True):
+        for p, permuted in zip(self.parameters, self._permuted, strict=True):
             span = vector[offset : offset + p.numel()]
             if permuted and inside:
                 o, i, height, width = p.shape
@@ -134,37 +134,30 @@ class FlatModel:
             view.copy_(source)
         return outer
 
-    def way(self, start: Tensor, end: Tensor) -> Tensor:
-        """Return end − start, two vectors from inside, in the layout of the outside."""
-        if not any(self._permuted):
-            return end - start
-        outer = torch.empty_like(end)
-        for view, to, since in zip(self.views(outer, inside=False), self.views(end), self.views(start), strict=True):
+    def way(self, start: Tensor, end: Tensor, *, inside: bool = True, out: Tensor | None = None) -> Tensor:
+        """Return end − start in the layout of the outside.
+
+        Args:
+            start: A vector from inside, or from outside when ``inside`` is false.
+            end: A vector from inside.
+            inside: Where ``start`` is from.
+            out: Where the result is wanted.
+        """
+        outer = torch.empty_like(end) if out is None else out
+        starts, ends = self.views(start, inside=inside), self.views(end)
+        for view, to, since in zip(self.views(outer, inside=False), ends, starts, strict=True):
             torch.sub(to, since, out=view)
         return outer
 
     def attach_gradients(self) -> None:
         """Make every parameter accumulate into the flat gradient, also after user code replaced ``.grad``."""
-        for p, view in zip(self._parameters, self._gradient_views, strict=True):
+        for p, view in zip(self.parameters, self._gradient_views, strict=True):
             p.grad = view
 
     def drop_gradients(self) -> None:
         """Leave the parameters without gradients, so that backward hands over fresh ones."""
-        for p in self._parameters:
+        for p in self.parameters:
             p.grad = None
-
-    def take_gradients(self) -> list[Tensor]:
-        """Return the parameters' gradients, zeros where there is none, and leave the parameters without."""
-        taken = []
-        for p in self._parameters:
-            gradient = p.grad
-            if gradient is None:
-                gradient = torch.zeros_like(p)
-            elif gradient.layout != torch.strided:
-                gradient = gradient.to_dense()
-            taken.append(gradient)
-            p.grad = None
-        return taken
 
     def _buffers(self, floating: bool) -> list[Tensor]:
         current = dict(self.module.named_buffers())

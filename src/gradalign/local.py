@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from gradalign.errors import GradalignError
 from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
+from gradalign.outer import Products, keep_products
 from gradalign.plan import Plan
 from gradalign.schedule import Schedule, require, setting_of
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.step import LocalStep
 from gradalign.tasks.data import Examples
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ class LocalTraining:
         gradient_examples: How many of the client's examples the gradient phase uses; None takes all. They are the
             first ones that the local steps of the same round will see, so K = 1 with as many as ``batch_size``
             is GradAlign on mini-batches.
+        precision: "bf16" computes gradients' matrix products and convolutions in bfloat16 (torch's autocast): faster
+            where the processor has such instructions, with gradients off by some percent. Parameters, sums and
+            evaluation keep the model's precision. None (the default) keeps it everywhere.
     """
 
     lr: float | Schedule = 0.1
@@ -53,6 +57,7 @@ class LocalTraining:
     momentum: float = 0.0
     clip_norm: float | None = None
     gradient_examples: int | None = None
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", setting_of("local.lr", self.lr))
@@ -65,6 +70,8 @@ class LocalTraining:
             require("local.clip_norm", self.clip_norm, above=0.0)
         if self.steps is not None and self.epochs is not None:
             raise GradalignError("local.steps and local.epochs were both given; choose one")
+        if self.precision not in (None, "bf16"):
+            raise GradalignError(f'precision must be "bf16" or left out, got {self.precision!r}')
         for name in ("steps", "epochs", "batch_size", "gradient_examples"):
             value = getattr(self, name)
             if value is None:
@@ -157,7 +164,10 @@ class LocalTrainer:
         self.channels_last = False
         if fast and self.device.type == "cpu":
             model = self._faster(model)
+            if task.predict is predict and local.precision is None:
+                keep_products(model)
         self.flat = FlatModel(model, channels_last=self.channels_last)
+        self.products = Products(model)
         self.dtype = self.flat.vector.dtype
 
     def _faster(self, model: nn.Module) -> nn.Module:
@@ -208,7 +218,11 @@ class LocalTrainer:
 
     def loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""
-        outputs, targets = self.task.predict(self.flat.module, self._place(batch))
+        halved = self.local.precision == "bf16" and torch.is_grad_enabled()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=halved):
+            outputs, targets = self.task.predict(self.flat.module, self._place(batch))
+        if halved and isinstance(outputs, Tensor):
+            outputs = outputs.to(self.dtype)
         loss = self.task.loss(outputs, targets)
         if not isinstance(loss, Tensor) or loss.ndim:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -249,9 +263,17 @@ class LocalTrainer:
         )
 
     def train(
-        self, point: Point, plan: Plan, examples: Examples, *, client: int, round_index: int, lr: float
+        self,
+        point: Point,
+        plan: Plan,
+        examples: Examples,
+        *,
+        client: int,
+        round_index: int,
+        lr: float,
+        out: Tensor | None = None,
     ) -> ClientUpdate:
-        """Execute a plan from the server's point and report Δ_i."""
+        """Execute a plan from the server's point and report Δ_i, in ``out`` when that is given."""
         count = len(examples)
         steps = self.local.steps_for(count)
         batches = shuffled_batches(
@@ -261,8 +283,12 @@ class LocalTrainer:
         flat.load(point)
         flat.module.train()
         flat.drop_gradients()
-        with torch.enable_grad(), global_stream(self.seed, Purpose.TRAIN, round_index, client):
-            update, loss, seen = self._walk(plan, itertools.islice(batches, steps), examples, lr)
+        self.products.start()
+        try:
+            with torch.enable_grad(), global_stream(self.seed, Purpose.TRAIN, round_index, client):
+                update, loss, seen = self._walk(point, plan, itertools.islice(batches, steps), examples, lr, out)
+        finally:
+            self.products.stop()
         floats, ints = flat.read_buffers()
         return ClientUpdate(
             update=update,
@@ -274,7 +300,9 @@ class LocalTrainer:
             travel=self.local.travel(lr, steps),
         )
 
-    def _walk(self, plan: Plan, batches: Iterator[Tensor], examples: Examples, lr: float) -> tuple[Tensor, float, int]:
+    def _walk(
+        self, point: Point, plan: Plan, batches: Iterator[Tensor], examples: Examples, lr: float, out: Tensor | None
+    ) -> tuple[Tensor, float, int]:
         """Take the local steps from ``flat.vector`` = x; return Δ, the sum of the losses and the examples seen.
 
         y, where gradients are taken, is ``flat.vector``. With the displacement inside every step the client's own
@@ -289,9 +317,11 @@ class LocalTrainer:
         z = y.clone() if inside else y
         if shift is not None and not inside:
             y.add_(shift)
-        start = z.clone()
+        displaced = shift is not None and not inside
+        start = z.clone() if displaced or self.device.type != "cpu" else point.x  # without displacement, z starts at x
         step = LocalStep(
             self.flat,
+            self.products,
             z,
             lr=lr,
             decay=self.local.weight_decay + plan.pull,
@@ -309,7 +339,8 @@ class LocalTrainer:
             step.take()
             total += loss.detach().to("cpu", torch.float64)
             seen += len(rows)
-        return self.flat.way(start, z), float(total), seen
+        update = self.flat.way(start, z, inside=start is not point.x, out=out)
+        return update, float(total), seen
 
     @torch.no_grad()
     def evaluate(self, point: Point, examples: Examples, rows: Tensor) -> Score:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradalign.flat import FlatModel
+from gradalign.outer import Products
 
 
 class LocalStep:
@@ -21,6 +22,7 @@ class LocalStep:
     def __init__(
         self,
         flat: FlatModel,
+        products: Products,
         z: Tensor,
         *,
         lr: float,
@@ -29,25 +31,60 @@ class LocalStep:
         momentum: float = 0.0,
         clip_norm: float | None = None,
     ) -> None:
-        self._flat, self._lr, self._decay, self._momentum, self._clip = flat, lr, decay, momentum, clip_norm
+        self._flat, self._products = flat, products
+        self._lr, self._decay, self._momentum, self._clip = lr, decay, momentum, clip_norm
         self._y, self._z = flat.views(flat.vector), flat.views(z)
         self._constant = None if constant is None else flat.views(constant)
         self._velocity: list[Tensor] | None = None
+        # Whether a product may go straight into z: nothing has to see the gradient itself, and decay acts on z.
+        self._straight = not momentum and clip_norm is None and (z is flat.vector or not decay)
 
     @torch.no_grad()
     def take(self) -> None:
         """Move z by the gradients that backward has left in the parameters, and take those away."""
-        directions = self._flat.take_gradients()
+        if self._straight:
+            for place, parameter in enumerate(self._flat.parameters):
+                self._move(place, parameter.grad, self._products.take(parameter))
+                parameter.grad = None
+            return
+        directions = [self._gradient(parameter) for parameter in self._flat.parameters]
         if self._clip is not None:
             _shorten(directions, self._clip)
-        if self._decay:
-            for direction, y in zip(directions, self._y, strict=True):
-                direction.add_(y, alpha=self._decay)
-        if self._constant is not None:
-            for direction, constant in zip(directions, self._constant, strict=True):
-                direction.add_(constant)
+        for place, direction in enumerate(directions):
+            self._add_affine_part(place, direction)
         for direction, z in zip(self._with_momentum(directions), self._z, strict=True):
             z.add_(direction, alpha=-self._lr)
+
+    def _move(self, place: int, gradient: Tensor | None, products: list[tuple[Tensor, Tensor]]) -> None:
+        """Move one parameter straight by its gradient and its products."""
+        z, lr = self._z[place], self._lr
+        if not products:
+            direction = _dense(gradient, z)
+            self._add_affine_part(place, direction)
+            z.add_(direction, alpha=-lr)
+            return
+        shrink = 1.0 - lr * self._decay
+        for outwards, inputs in products:
+            z.addmm_(outwards.t(), inputs, beta=shrink, alpha=-lr)
+            shrink = 1.0
+        if gradient is not None:
+            z.add_(_dense(gradient, z), alpha=-lr)
+        if self._constant is not None:
+            z.add_(self._constant[place], alpha=-lr)
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's whole gradient, in a tensor that may be changed, and take it away."""
+        gradient = _dense(parameter.grad, parameter)
+        parameter.grad = None
+        for outwards, inputs in self._products.take(parameter):
+            gradient.addmm_(outwards.t(), inputs)
+        return gradient
+
+    def _add_affine_part(self, place: int, direction: Tensor) -> None:
+        if self._decay:
+            direction.add_(self._y[place], alpha=self._decay)
+        if self._constant is not None:
+            direction.add_(self._constant[place])
 
     def _with_momentum(self, directions: list[Tensor]) -> list[Tensor]:
         if not self._momentum:
@@ -58,6 +95,13 @@ class LocalStep:
             for velocity, direction in zip(self._velocity, directions, strict=True):
                 velocity.mul_(self._momentum).add_(direction)
         return self._velocity
+
+
+def _dense(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient as an ordinary tensor, zeros when there is none."""
+    if gradient is None:
+        return torch.zeros_like(like, requires_grad=False)
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _shorten(gradients: list[Tensor], longest: float) -> None:

@@ -70,7 +70,7 @@ class GroupTrainer:
         self.task, self.seed = task, seed
         self.one = LocalTrainer(task, local, seed, device, fast=fast)
         # With few clients a round the per-client loop is quick enough, and gives the bits of every other engine.
-        together = fast and crowd >= COHORT and self.one.device.type == "cpu"
+        together = fast and crowd >= COHORT and self.one.device.type == "cpu" and local.precision is None
         layers = layers_of(task, self.one.flat.module) if together else None
         self.cohort = None if layers is None else CohortTrainer(task, local, seed, layers)
         self.width = 1 if self.cohort is None else COHORT
@@ -96,18 +96,30 @@ class GroupTrainer:
         return replies
 
     def train(
-        self, point: Point, clients: Sequence[int], plans: Sequence[Plan], *, round_index: int, lr: float
+        self,
+        point: Point,
+        clients: Sequence[int],
+        plans: Sequence[Plan],
+        *,
+        round_index: int,
+        lr: float,
+        out: Tensor | None = None,
     ) -> list[ClientUpdate]:
-        """Execute every client's plan."""
+        """Execute every client's plan; ``out`` has a row for each update, when they are wanted there."""
         if self.cohort is not None:
             with named_failure(f"clients {clients[0]} to {clients[-1]}"):
                 examples = self._tensors(clients)
-                return self.cohort.train(point, plans, examples, clients, round_index=round_index, lr=lr)
+                replies = self.cohort.train(point, plans, examples, clients, round_index=round_index, lr=lr)
+            if out is None:
+                return replies
+            return [replace(reply, update=row.copy_(reply.update)) for row, reply in zip(out, replies, strict=False)]
         replies = []
-        for client, plan in zip(clients, plans, strict=True):
+        for place, (client, plan) in enumerate(zip(clients, plans, strict=True)):
+            row = None if out is None else out[place]
             with named_failure(f"client {client}"):
                 one = self.task.client(client, self.seed)
-                replies.append(self.one.train(point, plan, one, client=client, round_index=round_index, lr=lr))
+                reply = self.one.train(point, plan, one, client=client, round_index=round_index, lr=lr, out=row)
+            replies.append(reply)
         return replies
 
     def evaluate(self, point: Point, start: int, stop: int) -> Score:

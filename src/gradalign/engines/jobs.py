@@ -109,9 +109,8 @@ class TrainJob:
             )
             for row, (displaced, corrected, pull, every_step) in enumerate(self.plans)
         ]
-        replies = trainer.train(desk.point, self.clients, plans, round_index=self.round_index, lr=self.lr)
+        replies = trainer.train(desk.point, self.clients, plans, round_index=self.round_index, lr=self.lr, out=room.out)
         for row, reply in enumerate(replies):
-            room.out[row].copy_(reply.update)
             room.floats[row].copy_(reply.floats)
             room.ints[row].copy_(reply.ints)
         return [replace(reply, update=_NOTHING, floats=_NOTHING, ints=_NOTHING) for reply in replies]

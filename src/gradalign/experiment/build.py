@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,7 @@ def task_of(spec: Spec) -> Task:
 def build_federation(spec: Spec, task: Task | None = None) -> Federation:
     """Return the federation that a spec describes; a task made by ``task_of`` already may be given."""
     algorithm = build_algorithm(spec.algorithm, spec.server)
-    local = build_local(spec.local, algorithm)
+    local = replace(build_local(spec.local, algorithm), precision=spec.precision)
     task = task or task_of(spec)
     return make_federation(
         task,

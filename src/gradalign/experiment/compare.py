@@ -13,8 +13,9 @@ from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import build_federation, task_of
 from gradalign.experiment.files import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, safe_name
+from gradalign.experiment.measure import Row
 from gradalign.experiment.recipes import Recipe, unused_changes
-from gradalign.experiment.runner import Row, rounds_to, versions
+from gradalign.experiment.runner import rounds_to, versions
 from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -17,55 +16,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradalign._version import __version__
-from gradalign.alignment import alignment_of
 from gradalign.engines import Engine, RemoteEngine
-from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.experiment.cadence import settle
 from gradalign.experiment.files import MODEL
-from gradalign.experiment.rounds import (
-    Federation,
-    RoundFacts,
-    ServerState,
-    play_round,
-    probe_clients,
-)
+from gradalign.experiment.measure import Measure, Row, measured_at
+from gradalign.experiment.rounds import Federation, RoundFacts, ServerState, play_round
 from gradalign.experiment.store import RunFolder, read_metrics
 from gradalign.flat import FlatModel
 
 CHECKPOINT_SECONDS = 10.0
-Row = dict[str, Any]
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measure:
-    """What is measured and how often, in rounds; 0 is never, None picks a spacing. The last round is always measured.
-
-    Attributes:
-        test_every: Test loss and accuracy (None: about fifty points).
-        train_every: Training loss and accuracy, r(x), drift and cosine, all from one gradient pass over some clients
-            at the server's point (None: about twenty points).
-        train_clients: How many clients that pass visits: client 0 and others, the same in all rounds.
-        target_accuracy: The accuracy, on test or validation examples, for "communication rounds to a target".
-    """
-
-    test_every: int | None = None
-    train_every: int | None = None
-    train_clients: int = 50
-    target_accuracy: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("test_every", "train_every"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise GradalignError(f"measure.{name} must be a whole number of at least 0, got {value!r}")
-        if not isinstance(self.train_clients, int) or self.train_clients < 1:
-            raise GradalignError(f"measure.train_clients must be at least 1, got {self.train_clients!r}")
-
-    def due(self, every: int | None, points: int, round_index: int, rounds: int) -> bool:
-        """Return whether something measured at this spacing is due after this many rounds."""
-        every = max(1, rounds // points) if every is None else every
-        return every > 0 and (round_index % every == 0 or round_index == rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,56 +44,6 @@ class Result:
     summary: dict[str, Any]
     model: nn.Module
     folder: Path | None
-
-
-def _measured(
-    state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine
-) -> tuple[Row, dict[int, Tensor]]:
-    """Measure what is due at this point; also return the clients' gradients where they were taken."""
-    row: Row = dict.fromkeys(
-        ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
-    )
-    scored_on = federation.task.scored_on
-    row |= {f"{scored_on}_loss": None, f"{scored_on}_accuracy": None}
-    gradients: dict[int, Tensor] = {}
-    losses: list[float] = []
-    weights: list[float] = []
-    accuracies: list[float | None] = []
-    if measure.due(measure.test_every, 50, state.round, rounds):
-        score = engine.evaluate(state.point)
-        if score is not None:
-            row[f"{scored_on}_loss"] = score.loss / score.examples
-            row[f"{scored_on}_accuracy"] = None if score.correct is None else score.correct / score.examples
-    if measure.due(measure.train_every, 20, state.round, rounds):
-        clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
-        for client, reply in engine.gradients(state.point, clients, round_index=state.round):
-            gradients[client] = reply.gradient.to("cpu", copy=True)
-            losses.append(reply.loss)
-            accuracies.append(reply.accuracy)
-            weights.append(federation.weight(client))
-    if gradients:
-        row["train_loss"] = _mean(losses, weights)
-        known = [accuracy for accuracy in accuracies if accuracy is not None]
-        row["train_accuracy"] = _mean(known, weights) if len(known) == len(weights) else None
-        with one_thread():  # norms over several threads round differently
-            found = alignment_of(list(gradients.values()), weights)
-        row |= {"r": found.r, "drift": found.drift, "drift_ratio": found.drift_ratio, "cosine": found.cosine}
-    bad = [name for name, value in row.items() if value is not None and not math.isfinite(value)]
-    if bad:
-        name = bad[0].replace("_", " ")
-        if state.round == 0:
-            raise DivergedError(
-                f"the {name} is NaN or infinite before any training; look at the model, the loss or the data"
-            )
-        raise DivergedError(
-            f"the {name} became NaN or infinite after round {state.round}; "
-            "lower local.lr or algorithm.beta, or set local.clip_norm"
-        )
-    return row, gradients
-
-
-def _mean(values: list[float], weights: list[float]) -> float:
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
 def _row(state: ServerState, facts: RoundFacts | None, measured: Row, seconds: float) -> Row:
@@ -235,6 +146,7 @@ def execute(
     """
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
+    measure = settle(measure, federation, rounds, clients_are_here=not isinstance(engine, RemoteEngine))
     restored = folder.restore() if folder is not None else None
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)
@@ -248,7 +160,7 @@ def execute(
 
     def note(state: ServerState, facts: RoundFacts | None) -> None:
         nonlocal known
-        measured, known = _measured(state, federation, measure, rounds, engine)
+        measured, known = measured_at(state, federation, measure, rounds, engine)
         rows.append(_row(state, facts, measured, time.monotonic() - began))
         if folder is not None:
             folder.append(rows[-1])

@@ -95,7 +95,7 @@ class ClientsSpec(Section):
 
 
 class MeasureSpec(Section):
-    """What is measured and how often; 0 is never, and no number picks about fifty (test) or twenty (train) points."""
+    """What is measured and how often; 0 is never, and no number picks a spacing; see ``cadence.py``."""
 
     test_every: Annotated[int, Field(ge=0)] | None = None
     train_every: Annotated[int, Field(ge=0)] | None = None
@@ -186,6 +186,8 @@ class Spec(Section):
     rounds: Count = 50
     fast: bool = True
     """Use ways of computing that are faster and the same up to rounding; see ``fast.py`` and ``cohort.py``."""
+    precision: Literal["bf16"] | None = None
+    """Compute gradients in bfloat16: faster on some processors, never the same; see ``LocalTraining``."""
     task: TaskSpec = TaskSpec()
     algorithm: AlgorithmSpec = AlgorithmSpec()
     server: ServerSpec = ServerSpec()

@@ -13,8 +13,8 @@ from gradalign.errors import DivergedError
 from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import task_of
 from gradalign.experiment.files import METRICS, safe_name
+from gradalign.experiment.measure import Row
 from gradalign.experiment.recipes import Recipe
-from gradalign.experiment.runner import Row
 from gradalign.experiment.scale import apply_scale
 from gradalign.experiment.spec import Spec, merge, validate
 from gradalign.experiment.store import read_metrics
@@ -34,6 +34,9 @@ class Ended:
     facts: Mapping[str, Any]
 
 
+_SCORES = 20  # validation scores in a trial: often enough that one lies near the round where trials may end early
+
+
 def score_of(row: Mapping[str, Any], scored: Scored) -> float | None:
     """Return what is maximised: the accuracy, or minus the loss of a task that has no accuracy."""
     accuracy, loss = row.get(f"{scored}_accuracy"), row.get(f"{scored}_loss")
@@ -45,15 +48,19 @@ def score_of(row: Mapping[str, Any], scored: Scored) -> float | None:
 def trial_spec(recipe: Recipe, entry: str, point: Point, seed: int, holdout: float | None) -> Spec:
     """Return the experiment of one trial.
 
-    A trial of the search holds validation examples out and measures nothing but them, about fifty times. Without
+    A trial of the search holds validation examples out and measures nothing but them, about twenty times. Without
     ``holdout`` it is the recipe's own experiment on all training data, scored on the test set.
     """
     data = apply_point(recipe.tables_for(entry), point)
     if holdout is not None:
-        searching = {"clients": {"holdout": holdout}, "measure": {"test_every": None, "train_every": 0}}
+        searching = {"clients": {"holdout": holdout}, "measure": {"train_every": 0}}
         data = merge(data, searching)
     source = f"{recipe.source} ({entry})"
-    return validate(apply_scale(data, source) | {"seed": seed}, source)
+    data = apply_scale(data, source) | {"seed": seed}
+    if holdout is not None:
+        rounds = validate(data, source).rounds
+        data = merge(data, {"measure": {"test_every": max(1, rounds // _SCORES)}})
+    return validate(data, source)
 
 
 def folder_name(slot: int, point: Point) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from gradalign.errors import GradalignError
@@ -18,6 +21,20 @@ from gradalign.tasks.task import Task
 def digits_model() -> nn.Module:
     """Return the model: 64 pixels, one hidden layer of 64, ten classes; 4,810 parameters."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def _images_and_labels() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the digits, read from scikit-learn's file: importing scikit-learn takes longer than a short run."""
+    found = find_spec("sklearn")
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    file = next((path for place in places if (path := Path(place, "datasets", "data", "digits.csv.gz")).exists()), None)
+    if file is None:
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        return bunch.data, bunch.target.astype(np.int64)
+    rows = np.loadtxt(file, delimiter=",")
+    return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
 def digits(
@@ -47,8 +64,6 @@ def digits(
         client_share: The share of the clients that is kept.
         data_share: The share of its digits that each kept client has.
     """
-    from sklearn.datasets import load_digits
-
     if not 0.0 < test_share < 1.0:
         raise GradalignError(f"task.test_share must be between 0 and 1, got {test_share:g}")
     division = Division(
@@ -61,10 +76,9 @@ def digits(
         client_share=client_share,
         data_share=data_share,
     )
-    bunch = load_digits()
+    pixels, labels = _images_and_labels()
     # Pixels are 0..16; centred and scaled to about unit variance.
-    images = torch.as_tensor((bunch.data / 16.0 - 0.3) / 0.4, dtype=torch.float32)
-    labels = bunch.target.astype(np.int64)
+    images = torch.as_tensor((pixels / 16.0 - 0.3) / 0.4, dtype=torch.float32)
     order = numpy_stream(seed, Purpose.SPLIT).permutation(len(labels))
     held_out = round(test_share * len(labels))
     test, train = np.sort(order[:held_out]), np.sort(order[held_out:])

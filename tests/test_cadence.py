@@ -1,0 +1,74 @@
+"""How often a run is measured by default: measuring stays within its budget, and small runs have whole curves."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import gradalign as ga
+from gradalign.experiment.build import make_federation
+from gradalign.experiment.cadence import FREE, SHARE, settle, spacing
+from gradalign.plan import combine
+
+counts = st.integers(1, 5000)
+
+
+def times_measured(rounds: int, every: int) -> int:
+    return len({*range(0, rounds + 1, every), rounds})
+
+
+@given(rounds=counts, points=st.integers(1, 60), cost=st.floats(0.01, 1e6), budget=st.floats(0.0, 1e8))
+def test_a_spacing_keeps_to_its_budget_unless_only_start_and_end_are_left(rounds, points, cost, budget):
+    times = times_measured(rounds, spacing(rounds, points, cost, budget))
+    assert times == 2 or times * cost <= budget
+    assert times <= 2 * points + 1
+
+
+@given(rounds=counts, points=st.integers(1, 60))
+def test_what_costs_nothing_is_measured_at_about_all_points(rounds, points):
+    times = times_measured(rounds, spacing(rounds, points, 0.0, 0.0))
+    assert min(rounds, points) < times <= 2 * points + 1
+
+
+def federation(clients: int, size: int, tests: int, algorithm, *, per_round: int):
+    data = (torch.zeros(clients * size, 4), torch.zeros(clients * size, dtype=torch.int64))
+    parts = torch.arange(clients * size).view(clients, size)
+    test = (torch.zeros(tests, 4), torch.zeros(tests, dtype=torch.int64))
+    task = ga.Task(model=lambda: nn.Linear(4, 2), clients=ga.PartitionedClients(data, parts), test=test)
+    local = ga.LocalTraining(steps=10, batch_size=78)
+    return make_federation(task, combine(algorithm), local, per_round=per_round, weights="uniform", dropout=0.0, seed=0)
+
+
+def test_emnist_sized_runs_by_hand():
+    """A round trains on 10 · 10 · 78 = 7,800 examples, an evaluation counts 6,110 / 3, a probe 47 · 780 = 36,660."""
+    big = federation(47, 780, 6110, ga.FedAvg(), per_round=10)
+    found = settle(ga.Measure(), big, 1000)
+    budget = SHARE * 1000 * 7800 + FREE  # 317,000
+    assert found.test_every == 1000 // 50  # 51 evaluations cost 103,870, less than half of it
+    assert found.train_every == math.ceil(1000 / (math.floor(budget / 2 / 36660) - 1))  # four passes
+    short = settle(ga.Measure(), big, 20)
+    assert (short.test_every, short.train_every) == (math.ceil(20 / 1), 20) or short.test_every < 20
+    spent = times_measured(20, short.test_every) * 6110 / 3
+    assert spent <= (SHARE * 20 * 7800 + FREE) / 2 or short.test_every == 20
+
+
+def test_gradients_that_a_round_needs_anyway_cost_nothing():
+    all_of_them = federation(10, 100, 50, ga.FedGA(beta=0.1), per_round=10)
+    assert settle(ga.Measure(), all_of_them, 100).train_every == 5
+
+
+def test_small_runs_are_measured_in_every_round():
+    small = federation(5, 20, 30, ga.FedAvg(), per_round=2)
+    found = settle(ga.Measure(), small, 10)
+    assert (found.test_every, found.train_every) == (1, 1)
+
+
+def test_what_was_asked_for_stays():
+    big = federation(47, 780, 6110, ga.FedAvg(), per_round=10)
+    found = settle(ga.Measure(test_every=1, train_every=0), big, 5)
+    assert (found.test_every, found.train_every) == (1, 0)
+    assert settle(ga.Measure(train_every=0), big, 100, clients_are_here=False).test_every == 2
