@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,10 @@ from torch.utils.data import Dataset
 import gradalign as ga
 from gradalign.experiment.build import task_of
 from gradalign.experiment.spec import validate
+from gradalign.experiment.store import read_metrics
 from gradalign.tasks.data import PartitionedClients
 from gradalign.tasks.holdout import hold_out, split_rows
+from test_cli import call
 
 
 @given(st.integers(1, 200), st.floats(0.01, 0.99), st.integers(0, 5), st.integers(0, 5))
@@ -123,3 +127,17 @@ def test_a_recipe_may_hold_out_and_its_summary_says_so(tmp_path):
     assert facts["train_examples"] + facts["validation_examples"] == whole["train_examples"]
     assert facts["test_examples"] == 0
     assert facts["validation_examples"] == pytest.approx(0.25 * whole["train_examples"], abs=20)
+
+
+def test_a_comparison_on_held_out_examples_is_told_by_them(tmp_path):
+    words = ("--seeds", 2, "--algorithms", "fedga,fedavg", "--workers", 0, "--set", "rounds=3")
+    result = call("compare", "digits", *words, "--set", "clients.holdout=0.2", "--out", tmp_path / "c")
+    assert "final validation accuracy, %" in " ".join(result.stdout.split())
+    summary = json.loads((tmp_path / "c/summary.json").read_text())
+    assert summary["scored_on"] == "validation"
+    for entry in summary["algorithms"]:
+        runs = [read_metrics(tmp_path / "c" / run["folder"]) for run in entry["runs"]]
+        finals = [rows[-1]["validation_accuracy"] for rows in runs]
+        assert entry["final_validation_accuracy"]["mean"] == pytest.approx(sum(finals) / 2)
+        assert entry["final_validation_accuracy"]["std"] == pytest.approx(abs(finals[0] - finals[1]) / 2**0.5)
+        assert "final_test_accuracy" not in entry

@@ -154,13 +154,19 @@ def _known(runs: Sequence[Finished], name: str) -> list[float]:
     return [run.summary[name] for run in runs if run.summary.get(name) is not None]
 
 
+def scored_on(finished: Sequence[Finished]) -> str:
+    """Return what the runs were scored on: "validation" where training examples were held out for that, else "test"."""
+    return "validation" if any("final_validation_loss" in run.summary for run in finished) else "test"
+
+
 def choose_target(finished: Sequence[Finished]) -> float | None:
     """Return the recipe's target accuracy, or 95 % of the lowest of the algorithms' best."""
     given = next((run.planned.spec.measure.target_accuracy for run in finished), None)
     if given is not None:
         return given
     entries = {run.planned.entry for run in finished}
-    best = [_known([r for r in finished if r.planned.entry == entry], "best_test_accuracy") for entry in entries]
+    name = f"best_{scored_on(finished)}_accuracy"
+    best = [_known([r for r in finished if r.planned.entry == entry], name) for entry in entries]
     means = [statistics.fmean(values) for values in best if values]
     return round(0.95 * min(means), 3) if means else None
 
@@ -171,6 +177,8 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
     first = finished[0].planned.spec
     paper = first.paper
     entries = list(dict.fromkeys(run.planned.entry for run in finished))
+    on = scored_on(finished)
+    scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss")
     table = []
     for entry in entries:
         runs = [run for run in finished if run.planned.entry == entry]
@@ -179,9 +187,7 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
         table.append(
             {
                 "name": entry,
-                "best_test_accuracy": spread(_known(runs, "best_test_accuracy")),
-                "final_test_accuracy": spread(_known(runs, "final_test_accuracy")),
-                "final_test_loss": spread(_known(runs, "final_test_loss")),
+                **{name: spread(_known(runs, name)) for name in scores},
                 "communication_rounds_to_target": spread(counted),
                 "reached_target": len(counted),
                 "final_r": spread(_known(runs, "final_r")),
@@ -204,7 +210,9 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
         "seeds": sorted({run.planned.seed for run in finished}),
         "rounds": first.rounds,
         "scale": describe_scale(first.full_size, first) if first.full_size else None,
-        "paper": paper.model_dump(exclude={"test_accuracy"}) if paper else None,
+        # The paper's numbers are of test data: nothing else is set beside them.
+        "paper": paper.model_dump(exclude={"test_accuracy"}) if paper and on == "test" else None,
+        "scored_on": on,
         "target_accuracy": target,
         "algorithms": table,
         "task": task,
@@ -220,6 +228,7 @@ def write_comparison(
 
     summary = summarise_comparison(finished)
     if any(run.rows for run in finished):
-        draw_comparison(folder / CURVES, summary, finished, curves)
+        shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
+        draw_comparison(folder / CURVES, summary, finished, shown)
     write_json(folder / SUMMARY, summary)
     return summary

@@ -29,14 +29,16 @@ LABELS = {
     "drift": "drift ‖∇f(x) − ∇f₁(x)‖ of the first client",
     "cosine": "cosine of the clients' gradients with their mean",
 }
-_BY_UPDATES = ("local_updates", "test_accuracy", "local updates, all clients together", LABELS["test_accuracy"])
+_SCORES = ("test_accuracy", "validation_accuracy")
 
 
 def _panels(curves: Sequence[str]) -> list[tuple[str, str, str, str]]:
     """Return what to draw: accuracy also over local updates, then one panel for each further curve."""
-    panels = [("communication_rounds", name, "communication rounds", LABELS[name]) for name in curves]
-    if "test_accuracy" in curves:
-        panels.insert(1 + list(curves).index("test_accuracy"), _BY_UPDATES)
+    panels = []
+    for name in curves:
+        panels.append(("communication_rounds", name, "communication rounds", LABELS[name]))
+        if name in _SCORES:
+            panels.append(("local_updates", name, "local updates, all clients together", LABELS[name]))
     return panels
 
 
@@ -79,7 +81,8 @@ def _draw_panel(axes: Axes, finished: Sequence[Finished], panel: tuple[str, str,
         colour, style = COLOURS[number % len(COLOURS)], STYLES[(number // len(COLOURS)) % len(STYLES)]
         axes.plot(xs[x], mean, style, color=colour, label=entry, linewidth=1.6)
         axes.fill_between(xs[x], low, high, color=colour, alpha=0.15, linewidth=0)
-    if y in ("r", "drift", "test_loss", "train_loss") and any(row[y] for run in finished for row in run.rows):
+    logarithmic = y in ("r", "drift") or y.endswith("_loss")
+    if logarithmic and any(row[y] for run in finished for row in run.rows):
         axes.set_yscale("log")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -100,7 +103,7 @@ def draw_comparison(path: Path, summary: dict[str, Any], finished: Sequence[Fini
     target = summary["target_accuracy"]
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw_panel(axes, finished, panel)
-        if target is not None and panel[1] == "test_accuracy":
+        if target is not None and panel[1] in _SCORES:
             axes.axhline(target, color="#666666", linewidth=0.8, linestyle=":")
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)

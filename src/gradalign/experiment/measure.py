@@ -26,7 +26,7 @@ class Measure:
         train_every: Training loss and accuracy, r(x), drift and cosine, all from one gradient pass over some clients
             at the server's point (None: up to twenty points, fewer where they would cost much of the run).
         train_clients: How many clients that pass visits: client 0 and others, the same in all rounds.
-        target_accuracy: The test accuracy for "communication rounds to a target".
+        target_accuracy: The accuracy, on test or validation examples, for "communication rounds to a target".
     """
 
     test_every: int | None = None

@@ -94,13 +94,14 @@ def _validation_summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def rounds_to(rows: list[Row], target: float | None) -> int | None:
-    """Return the communication rounds after which the test accuracy first reached the target."""
+    """Return the communication rounds after which the accuracy, on whatever is scored, first reached the target."""
     if target is None:
         return None
-    reached = (
-        r["communication_rounds"] for r in rows if r["test_accuracy"] is not None and r["test_accuracy"] >= target
-    )
-    return next(reached, None)
+    for row in rows:
+        accuracies = (row["test_accuracy"], row.get("validation_accuracy"))
+        if any(accuracy is not None and accuracy >= target for accuracy in accuracies):
+            return int(row["communication_rounds"])
+    return None
 
 
 def versions() -> dict[str, str]:

@@ -119,8 +119,9 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     table = Table(title=f"{escape(summary['name'])}, {_seeds(summary)}, {most}")
     paper = summary.get("paper")
     table.add_column("algorithm", style="bold")
-    scored = any(entry["best_test_accuracy"] for entry in summary["algorithms"])
-    for name in ("best test accuracy, %", "final test accuracy, %") if scored else ("final test loss",):
+    on = summary.get("scored_on", "test")
+    scored = any(entry[f"best_{on}_accuracy"] for entry in summary["algorithms"])
+    for name in (f"best {on} accuracy, %", f"final {on} accuracy, %") if scored else (f"final {on} loss",):
         table.add_column(name, justify="right")
     table.add_column("communication rounds" + (f" to {100 * target:.4g} %" if target else ""), justify="right")
     table.add_column("final r(x)", justify="right")
@@ -132,9 +133,9 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         table.add_row(
             name,
             *(
-                (_percent(entry["best_test_accuracy"]), _percent(entry["final_test_accuracy"]))
+                (_percent(entry[f"best_{on}_accuracy"]), _percent(entry[f"final_{on}_accuracy"]))
                 if scored
-                else (spread_words(entry["final_test_loss"], ".4g"),)
+                else (spread_words(entry[f"final_{on}_loss"], ".4g"),)
             ),
             _target_cell(entry),
             spread_words(entry["final_r"], ".2g"),

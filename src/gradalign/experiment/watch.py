@@ -179,7 +179,8 @@ class Frame:
             line.append(f"{name:<{name_width}}  ", style="default")
             going_on = self.watched.at_work or self.watched.ended
             early = run.state == "stopped" and self.watched.kind == "sweep" and going_on
-            line.append("ended early" if early else run.state, style=_STATES.get(run.state, "dim"))
+            style = "dim" if early else _STATES.get(run.state, "dim")
+            line.append("ended early" if early else run.state, style=style)
             words = [_progress(run)] if alone else [_progress(run), _numbers(run)]
             line.append("".join(f", {word}" for word in words if word), style="default")
             lines.append(line)
