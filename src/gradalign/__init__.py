@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from gradalign.experiment.runner import Result
     from gradalign.experiment.trackers import TensorBoard, WeightsAndBiases
     from gradalign.experiment.tracking import RunInfo, Tracker
-    from gradalign.local import LocalTraining
     from gradalign.optim import GradAlign
     from gradalign.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.server import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.tasks.data import PartitionedClients
     from gradalign.tasks.holdout import hold_out
     from gradalign.tasks.task import Task
+    from gradalign.training import LocalTraining
 
 _HOMES = {
     "gradalign.algorithms": (
@@ -50,7 +50,7 @@ _HOMES = {
     "gradalign.experiment.runner": ("Result",),
     "gradalign.experiment.trackers": ("TensorBoard", "WeightsAndBiases"),
     "gradalign.experiment.tracking": ("RunInfo", "Tracker"),
-    "gradalign.local": ("LocalTraining",),
+    "gradalign.training": ("LocalTraining",),
     "gradalign.optim": ("GradAlign",),
     "gradalign.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
     "gradalign.server": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),

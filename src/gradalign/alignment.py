@@ -21,10 +21,11 @@ from torch import Tensor
 
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
-from gradalign.local import LocalTrainer, LocalTraining
+from gradalign.local import LocalTrainer
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
+from gradalign.training import LocalTraining
 
 _CHUNK = 600
 

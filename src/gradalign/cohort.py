@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTraining, shuffled_batches
+from gradalign.local import ClientGradient, ClientUpdate, shuffled_batches
 from gradalign.plan import Plan
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.data import TensorExamples
 from gradalign.tasks.task import Task, predict, share_correct
+from gradalign.training import LocalTraining
 
 COHORT = 25
 LARGEST_MODEL = 60_000

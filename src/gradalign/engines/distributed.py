@@ -22,9 +22,10 @@ from gradalign.engines.local import one_thread
 from gradalign.engines.wire import Ask, Wire
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, Score
 from gradalign.plan import Plan
 from gradalign.tasks.task import Task
+from gradalign.training import LocalTraining
 
 Reply = TypeVar("Reply")
 _FAILED, _DONE = 0.0, 1.0

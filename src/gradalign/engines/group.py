@@ -17,10 +17,11 @@ from torch import Tensor
 from gradalign.cohort import COHORT, CohortTrainer, layers_of
 from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, LocalTraining, Score
+from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, Score
 from gradalign.plan import Plan
 from gradalign.tasks.data import TensorExamples
 from gradalign.tasks.task import Task
+from gradalign.training import LocalTraining
 
 EVALUATION_CHUNK = 1000
 Item = TypeVar("Item")

@@ -15,9 +15,10 @@ from gradalign.engines.group import GroupTrainer, evaluation_rows, groups
 from gradalign.engines.pool import PoolEngine
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTraining, Score
+from gradalign.local import ClientGradient, ClientUpdate, Score
 from gradalign.plan import Plan
 from gradalign.tasks.task import Task
+from gradalign.training import LocalTraining
 
 
 @contextmanager

@@ -27,10 +27,11 @@ from gradalign.engines.jobs import Desk, EvaluationJob, Failure, GradientJob, Jo
 from gradalign.errors import GradalignError
 from gradalign.fast import keep_freed_memory
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTraining, Score
+from gradalign.local import ClientGradient, ClientUpdate, Score
 from gradalign.plan import Plan
 from gradalign.seeding import quiet_generators
 from gradalign.tasks.task import Task
+from gradalign.training import LocalTraining
 
 ATTEMPTS = 3
 _PR_SET_PDEATHSIG = 1

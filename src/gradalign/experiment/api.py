@@ -30,10 +30,10 @@ from gradalign.experiment.store import RunFolder, read_metrics
 from gradalign.experiment.tracking import RunInfo, Tracker, Trackers
 from gradalign.flat import FlatModel
 from gradalign.launch import under_torchrun
-from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
 from gradalign.tasks.task import Task
+from gradalign.training import LocalTraining
 
 ENGINES = ("local", "flower", "distributed")
 

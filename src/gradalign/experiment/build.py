@@ -14,7 +14,6 @@ from gradalign import algorithms, server
 from gradalign.errors import ClientError, GradalignError
 from gradalign.experiment.rounds import Federation
 from gradalign.experiment.spec import AlgorithmSpec, LocalSpec, ScheduleSpec, ServerSpec, Spec
-from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.schedule import Cosine, OffUntil, Schedule, Steps, Warmup
 from gradalign.server import ServerRule
@@ -24,6 +23,7 @@ from gradalign.tasks.emnist import emnist
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.shakespeare import shakespeare
 from gradalign.tasks.task import Task
+from gradalign.training import LocalTraining
 
 TASKS: dict[str, Callable[..., Task]] = {
     make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)

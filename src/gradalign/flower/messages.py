@@ -20,9 +20,10 @@ from torch import Tensor
 from gradalign import algorithms
 from gradalign.errors import GradalignError
 from gradalign.flat import Point, all_finite
-from gradalign.local import ClientGradient, ClientUpdate, LocalTraining
+from gradalign.local import ClientGradient, ClientUpdate
 from gradalign.plan import Algorithm, Combination
 from gradalign.server import ServerRule
+from gradalign.training import LocalTraining
 
 ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
 QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"

@@ -21,10 +21,10 @@ from gradalign.experiment.runner import CHECKPOINT_SECONDS, Result
 from gradalign.flower.engine import FlowerEngine
 from gradalign.flower.exchange import Exchange, Patience, Roster, logger
 from gradalign.flower.remote import RemoteClients
-from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
 from gradalign.tasks.task import Task
+from gradalign.training import LocalTraining
 
 
 class AlignedStrategy:

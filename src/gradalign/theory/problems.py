@@ -17,11 +17,11 @@ from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
 from gradalign.experiment.rounds import Federation, ServerState, play_round
 from gradalign.flat import Point
-from gradalign.local import LocalTraining
 from gradalign.plan import Algorithm, ClientView, combine
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.task import Task
 from gradalign.theory.calculus import Calculus
+from gradalign.training import LocalTraining
 
 
 def mean_energy(outputs: Tensor, _: Any) -> Tensor:
