@@ -129,7 +129,8 @@ def test_a_recipe_may_hold_out_and_its_summary_says_so(tmp_path):
     assert facts["validation_examples"] == pytest.approx(0.25 * whole["train_examples"], abs=20)
 
 
-def test_a_comparison_on_held_out_examples_is_told_by_them(tmp_path):
+def test_a_comparison_on_held_out_examples_is_told_by_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # the table's heads in one line
     words = ("--seeds", 2, "--algorithms", "fedga,fedavg", "--workers", 0, "--set", "rounds=3")
     result = call("compare", "digits", *words, "--set", "clients.holdout=0.2", "--out", tmp_path / "c")
     assert "final validation accuracy, %" in " ".join(result.stdout.split())
