@@ -11,7 +11,7 @@ from torch import nn
 
 import gradalign as ga
 from conftest import vector
-from gradalign.cohort import layers_of
+from gradalign.cohort.eligible import layers_of
 from gradalign.engines.group import GroupTrainer
 from gradalign.experiment.build import build_federation
 from gradalign.experiment.recipes import load_recipe

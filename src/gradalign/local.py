@@ -10,7 +10,6 @@ import copy
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,51 +20,12 @@ from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_
 from gradalign.flat import FlatModel, Point
 from gradalign.outer import Products, keep_products
 from gradalign.plan import Plan
+from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.step import LocalStep
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task, predict
 from gradalign.training import LocalTraining
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientGradient:
-    """∇f_i(x) and what was seen on the way."""
-
-    gradient: Tensor
-    loss: float
-    accuracy: float | None
-    examples: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientUpdate:
-    """Δ_i = y_K − y_0, the client's buffers after training, and what was seen on the way."""
-
-    update: Tensor
-    floats: Tensor
-    ints: Tensor
-    loss: float
-    steps: int
-    examples: int
-    travel: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """Sums over evaluated examples, so that parts can be added."""
-
-    loss: float = 0.0
-    correct: float | None = 0.0
-    examples: int = 0
-
-    def __add__(self, other: Score) -> Score:
-        known = self.correct is not None and other.correct is not None
-        return Score(
-            loss=self.loss + other.loss,
-            correct=(self.correct or 0.0) + (other.correct or 0.0) if known else None,
-            examples=self.examples + other.examples,
-        )
 
 
 def shuffled_batches(examples: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:

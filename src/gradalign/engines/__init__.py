@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, Score
 from gradalign.plan import ClientView, Combination, Plan
+from gradalign.replies import ClientGradient, ClientUpdate, Score
 
 
 class Engine(Protocol):

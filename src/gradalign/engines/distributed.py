@@ -22,8 +22,9 @@ from gradalign.engines.local import one_thread
 from gradalign.engines.wire import Ask, Wire
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, Score
+from gradalign.local import LocalTrainer
 from gradalign.plan import Plan
+from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 

@@ -14,11 +14,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradalign.cohort import COHORT, CohortTrainer, layers_of
+from gradalign.cohort.eligible import layers_of
+from gradalign.cohort.small import COHORT, CohortTrainer
 from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, LocalTrainer, Score
+from gradalign.local import LocalTrainer
 from gradalign.plan import Plan
+from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.tasks.data import TensorExamples
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining

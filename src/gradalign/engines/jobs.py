@@ -12,8 +12,8 @@ from torch import Tensor
 from gradalign.engines.group import GroupTrainer
 from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, Score
 from gradalign.plan import Plan
+from gradalign.replies import ClientGradient, ClientUpdate, Score
 
 _NOTHING = torch.empty(0)
 

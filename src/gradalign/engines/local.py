@@ -15,8 +15,8 @@ from gradalign.engines.group import GroupTrainer, evaluation_rows, groups
 from gradalign.engines.pool import PoolEngine
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, Score
 from gradalign.plan import Plan
+from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 

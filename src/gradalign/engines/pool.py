@@ -27,8 +27,8 @@ from gradalign.engines.jobs import Desk, EvaluationJob, Failure, GradientJob, Jo
 from gradalign.errors import GradalignError
 from gradalign.fast import keep_freed_memory
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, Score
 from gradalign.plan import Plan
+from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import quiet_generators
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining

@@ -18,8 +18,8 @@ from gradalign.engines import Engine, RemoteEngine
 from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, TooFewClientsError
 from gradalign.flat import Point, all_finite
-from gradalign.local import ClientUpdate
 from gradalign.plan import ClientView, Combination
+from gradalign.replies import ClientUpdate
 from gradalign.schedule import value_at
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server import Memory

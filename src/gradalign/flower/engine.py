@@ -38,8 +38,8 @@ from gradalign.flower.messages import (
     read_update,
     to_array,
 )
-from gradalign.local import ClientGradient, ClientUpdate, Score
 from gradalign.plan import ClientView, Combination, Plan
+from gradalign.replies import ClientGradient, ClientUpdate, Score
 
 _Reply = TypeVar("_Reply", ClientGradient, ClientUpdate)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from gradalign import algorithms
 from gradalign.errors import GradalignError
 from gradalign.flat import Point, all_finite
-from gradalign.local import ClientGradient, ClientUpdate
 from gradalign.plan import Algorithm, Combination
+from gradalign.replies import ClientGradient, ClientUpdate
 from gradalign.server import ServerRule
 from gradalign.training import LocalTraining
 

@@ -4,78 +4,24 @@ For a network of a few thousand parameters the time of a step is Python's, not t
 clients is trained together: every parameter gets a leading client axis, a linear layer becomes one ``baddbmm``,
 and each client still takes its own steps from its own start on its own batches. The result is the per-client
 loop's up to rounding.
-
-Which clients form a cohort depends on their order alone, so the bits do not depend on the number of workers.
-Models that are not a plain stack of the layers below, and losses other than cross-entropy, take the per-client path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches
 from gradalign.flat import Point
-from gradalign.local import ClientGradient, ClientUpdate, shuffled_batches
 from gradalign.plan import Plan
-from gradalign.seeding import Purpose, torch_stream
+from gradalign.replies import ClientGradient, ClientUpdate
 from gradalign.tasks.data import TensorExamples
-from gradalign.tasks.task import Task, predict, share_correct
+from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
 COHORT = 25
-LARGEST_MODEL = 60_000
-_ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
-
-
-def layers_of(task: Task, model: nn.Module) -> list[nn.Module] | None:
-    """Return the model's layers when this way of training applies to the task, else None."""
-    plain_loss = task.loss is F.cross_entropy or (
-        type(task.loss) is nn.CrossEntropyLoss
-        and task.loss.weight is None
-        and (task.loss.reduction, task.loss.label_smoothing, task.loss.ignore_index) == ("mean", 0.0, -100)
-    )
-    plain_task = task.predict is predict and task.accuracy is share_correct and task.augment is None
-    if type(model) is not nn.Sequential or not plain_task or not plain_loss or not _labelled(task):
-        return None
-    layers = list(model)
-    fits = all(type(layer) is nn.Linear or type(layer) in _ELEMENTWISE or _flattens(layer) for layer in layers)
-    if not fits or not any(type(layer) is nn.Linear for layer in layers):
-        return None
-    parameters = list(model.parameters())
-    same = all(p.requires_grad and p.dtype == parameters[0].dtype for p in parameters)
-    distinct = len({id(p) for layer in layers for p in layer.parameters()}) == sum(
-        len(list(layer.parameters())) for layer in layers
-    )
-    small = sum(p.numel() for p in parameters) <= LARGEST_MODEL
-    return layers if same and distinct and small else None
-
-
-def _labelled(task: Task) -> bool:
-    """Return whether the clients' examples lie in tensors, features with class labels."""
-    examples = task.client(0)
-    if not isinstance(examples, TensorExamples) or len(examples.tensors) != 2 or examples.transform is not None:
-        return False
-    inputs, targets = examples.tensors
-    return inputs.is_floating_point() and targets.ndim == 1 and targets.dtype == torch.int64
-
-
-def _flattens(layer: nn.Module) -> bool:
-    return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """What each of K steps takes: row numbers into the cohort's data and each row's weight in its client's mean."""
-
-    rows: list[Tensor]
-    weights: list[Tensor | None]
-    """None where every client has a full batch: all weights are 1 / batch."""
-    active: list[Tensor | None]
-    """None while every client still steps; else 1 for those that do."""
 
 
 class CohortTrainer:
@@ -136,11 +82,6 @@ class CohortTrainer:
                 inputs = layer(inputs)
         return inputs
 
-    def _losses(self, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        """Return each client's mean loss over its batch."""
-        each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        return each.mean(dim=1) if weights is None else (each * weights).sum(dim=1)
-
     def _leaves(self, stored: Tensor, gradient: Tensor, clients: int) -> list[Tensor]:
         """Return parameters that are views of ``stored`` and accumulate into views of ``gradient``."""
         leaves = [block.detach().requires_grad_() for block in self._blocks(stored, clients)]
@@ -148,66 +89,20 @@ class CohortTrainer:
             leaf.grad = view
         return leaves
 
-    def _gather(self, examples: Sequence[TensorExamples]) -> tuple[Tensor, Tensor, list[int]]:
-        """Return the cohort's inputs and targets client after client, and where each client begins."""
-        parts = [one.batch(torch.arange(len(one))) for one in examples]
-        starts, total = [], 0
-        for inputs, _ in parts:
-            starts.append(total)
-            total += len(inputs)
-        inputs = torch.cat([inputs for inputs, _ in parts]).to(self.dtype)
-        return inputs, torch.cat([targets for _, targets in parts]), starts
-
-    def _pad(self, per_client: Sequence[Tensor], starts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Return (client, example) row numbers, short batches filled up with rows of weight zero."""
-        longest = max(len(rows) for rows in per_client)
-        full = all(len(rows) == longest for rows in per_client)
-        table = torch.tensor(starts).unsqueeze(1).repeat(1, longest)
-        weights = None if full else torch.zeros(len(per_client), longest, dtype=self.dtype)
-        for client, rows in enumerate(per_client):
-            table[client, : len(rows)] += rows
-            if weights is not None and len(rows):
-                weights[client, : len(rows)] = 1.0 / len(rows)
-        return table, weights
-
-    def _plan_batches(
-        self, sizes: Sequence[int], starts: Sequence[int], clients: Sequence[int], round_index: int
-    ) -> tuple[_Batches, list[int], list[int]]:
-        """Lay out all steps; the batches are those of the per-client path. Also return each client's K and examples."""
-        steps = [self.local.steps_for(size) for size in sizes]
-        streams = [
-            shuffled_batches(
-                size, self.local.batch_for(size), torch_stream(self.seed, Purpose.SHUFFLE, round_index, client)
-            )
-            for size, client in zip(sizes, clients, strict=True)
-        ]
-        nothing = torch.empty(0, dtype=torch.int64)
-        found = _Batches([], [], [])
-        seen = [0] * len(sizes)
-        for k in range(max(steps)):
-            per_client = [next(stream) if k < steps[i] else nothing for i, stream in enumerate(streams)]
-            seen = [before + len(rows) for before, rows in zip(seen, per_client, strict=True)]
-            rows, weights = self._pad(per_client, starts)
-            found.rows.append(rows)
-            found.weights.append(weights)
-            everyone = all(k < own for own in steps)
-            found.active.append(None if everyone else torch.tensor([float(k < own) for own in steps], dtype=self.dtype))
-        return found, steps, seen
-
     def gradients(
         self, point: Point, examples: Sequence[TensorExamples], clients: Sequence[int], round_index: int
     ) -> list[ClientGradient]:
         """Return ∇f_i(x) of whole clients."""
         count = len(clients)
-        inputs, targets, starts = self._gather(examples)
-        rows, weights = self._pad([torch.arange(len(one)) for one in examples], starts)
+        inputs, targets, starts = gather(examples, self.dtype)
+        rows, weights = pad([torch.arange(len(one)) for one in examples], starts, self.dtype)
         stored = self._spread(point.x, count)
         gradient = torch.zeros_like(stored)
         leaves = self._leaves(stored, gradient, count)
         labels = targets[rows]
         with torch.enable_grad():
             outputs = self._outputs(leaves, inputs[rows])
-            losses = self._losses(outputs, labels, weights)
+            losses = client_losses(outputs, labels, weights)
             losses.sum().backward()
         right = (outputs.detach().argmax(dim=2) == labels).double()
         accuracy = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
@@ -234,8 +129,9 @@ class CohortTrainer:
     ) -> list[ClientUpdate]:
         """Execute every client's plan from the server's point; same arithmetic as ``LocalTrainer.train``."""
         count = len(clients)
-        inputs, targets, starts = self._gather(examples)
-        batches, steps, seen = self._plan_batches([len(one) for one in examples], starts, clients, round_index)
+        inputs, targets, starts = gather(examples, self.dtype)
+        sizes = [len(one) for one in examples]
+        batches = plan_batches(self.local, self.seed, sizes, starts, clients, round_index=round_index, dtype=self.dtype)
         with torch.enable_grad():
             stored, start, losses = self._walk(point, plans, inputs, targets, batches, lr)
         updates = self._unstore(stored - start, count)
@@ -245,16 +141,16 @@ class CohortTrainer:
                 update=updates[i],
                 floats=empty[0],
                 ints=empty[1],
-                loss=float(losses[i]) / steps[i],
-                steps=steps[i],
-                examples=seen[i],
-                travel=self.local.travel(lr, steps[i]),
+                loss=float(losses[i]) / batches.steps[i],
+                steps=batches.steps[i],
+                examples=batches.seen[i],
+                travel=self.local.travel(lr, batches.steps[i]),
             )
             for i in range(count)
         ]
 
     def _walk(
-        self, point: Point, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: _Batches, lr: float
+        self, point: Point, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches, lr: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take all steps; return the end, the start (both stored) and each client's summed loss."""
         count, local = len(plans), self.local
@@ -304,7 +200,7 @@ class CohortTrainer:
     ) -> Tensor:
         """Fill ``direction`` with ∇f_i(y_i) + decay·y_i + constant_i for every client; return the losses."""
         decay, clip = self.local.weight_decay + pull, self.local.clip_norm
-        losses = self._losses(self._outputs(leaves, inputs), targets, weights)
+        losses = client_losses(self._outputs(leaves, inputs), targets, weights)
         if clip is None:
             torch.mul(y, decay, out=direction)
             if constant is not None:

@@ -1,0 +1,90 @@
+"""The batches of clients that step together: those of the per-client path, laid side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gradalign.local import shuffled_batches
+from gradalign.seeding import Purpose, torch_stream
+from gradalign.tasks.data import TensorExamples
+from gradalign.training import LocalTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """What each of K steps takes: row numbers into the clients' data and each row's weight in its client's mean."""
+
+    steps: list[int]
+    """K of every client."""
+    seen: list[int]
+    """The examples every client takes in all its steps."""
+    rows: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor | None] = field(default_factory=list)
+    """None where every client has a full batch: all weights are 1 / batch."""
+    active: list[Tensor | None] = field(default_factory=list)
+    """None while every client still steps; else 1 for those that do."""
+
+
+def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the clients' inputs and targets client after client, and where each client begins."""
+    parts = [one.batch(torch.arange(len(one))) for one in examples]
+    starts, total = [], 0
+    for inputs, _ in parts:
+        starts.append(total)
+        total += len(inputs)
+    inputs = torch.cat([inputs for inputs, _ in parts]).to(dtype)
+    return inputs, torch.cat([targets for _, targets in parts]), starts
+
+
+def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return (client, example) row numbers, short batches filled up with rows of weight zero."""
+    longest = max(len(rows) for rows in per_client)
+    full = all(len(rows) == longest for rows in per_client)
+    table = torch.tensor(starts).unsqueeze(1).repeat(1, longest)
+    weights = None if full else torch.zeros(len(per_client), longest, dtype=dtype)
+    for client, rows in enumerate(per_client):
+        table[client, : len(rows)] += rows
+        if weights is not None and len(rows):
+            weights[client, : len(rows)] = 1.0 / len(rows)
+    return table, weights
+
+
+def plan_batches(
+    local: LocalTraining,
+    seed: int,
+    sizes: Sequence[int],
+    starts: Sequence[int],
+    clients: Sequence[int],
+    *,
+    round_index: int,
+    dtype: torch.dtype,
+) -> Batches:
+    """Lay out all steps; the batches are those of the per-client path."""
+    steps = [local.steps_for(size) for size in sizes]
+    streams = [
+        shuffled_batches(size, local.batch_for(size), torch_stream(seed, Purpose.SHUFFLE, round_index, client))
+        for size, client in zip(sizes, clients, strict=True)
+    ]
+    nothing = torch.empty(0, dtype=torch.int64)
+    found = Batches(steps=steps, seen=[0] * len(sizes))
+    for k in range(max(steps)):
+        per_client = [next(stream) if k < steps[i] else nothing for i, stream in enumerate(streams)]
+        for i, own in enumerate(per_client):
+            found.seen[i] += len(own)
+        rows, weights = pad(per_client, starts, dtype)
+        found.rows.append(rows)
+        found.weights.append(weights)
+        everyone = all(k < own for own in steps)
+        found.active.append(None if everyone else torch.tensor([float(k < own) for own in steps], dtype=dtype))
+    return found
+
+
+def client_losses(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return each client's mean cross-entropy over its batch; outputs are (client, example, class)."""
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    return each.mean(dim=1) if weights is None else (each * weights).sum(dim=1)
