@@ -50,7 +50,7 @@ def pool_before_relu(module: nn.Module) -> None:
         for first, second in itertools.pairwise(names):
             relu, pool = container._modules[first], container._modules[second]
             if type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices:
-                if _hooked(relu) or _hooked(pool):
+                if is_hooked(relu) or is_hooked(pool):
                     continue
                 container._modules[first], container._modules[second] = pool, nn.ReLU()
 
@@ -87,11 +87,11 @@ def fill_channels(module: nn.Module) -> None:
         for layer in container:
             if isinstance(layer, nn.Conv2d):
                 known = type(layer) in (nn.Conv2d, _FilledConv2d) and layer.groups == 1
-                simple = known and uses[id(layer)] == 1 and not _hooked(layer)
+                simple = known and uses[id(layer)] == 1 and not is_hooked(layer)
                 if before is not None and simple:
                     _fill_between(before, layer)
                 before = layer if simple else None
-            elif type(layer) not in (nn.ReLU, nn.MaxPool2d) or _hooked(layer):
+            elif type(layer) not in (nn.ReLU, nn.MaxPool2d) or is_hooked(layer):
                 before = None
 
 
@@ -102,7 +102,8 @@ def _fill_between(first: nn.Conv2d, second: nn.Conv2d) -> None:
         first.more_out, second.more_in = more, more  # type: ignore[assignment]
 
 
-def _hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether somebody watches what the module computes."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -64,8 +64,13 @@ def keep_products(module: nn.Module) -> None:
     for part in parts:
         if type(part) is nn.Linear and part.weight.numel() >= LARGE and part.weight.requires_grad:
             used_once = names.count(id(part.weight)) == 1
-            if used_once and not part.weight._backward_hooks and not part.weight._post_accumulate_grad_hooks:
+            if used_once and not has_hooks(part.weight):
                 part.__class__ = ProductLinear
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Return whether somebody watches the parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Products:

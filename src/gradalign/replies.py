@@ -31,6 +31,20 @@ class ClientUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupUpdate:
+    """Σ w_i Δ_i over a group of clients with weights w_i, the same sum of their buffers, and what was seen."""
+
+    update: Tensor
+    floats: Tensor
+    ints: Tensor
+    """The first client's, as for every average."""
+    weights: list[float]
+    losses: list[float]
+    steps: int
+    examples: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Score:
     """Sums over evaluated examples, so that parts can be added."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches
 from gradalign.flat import Point
 from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate
+from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate
 from gradalign.tasks.data import TensorExamples
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
@@ -129,11 +129,7 @@ class CohortTrainer:
     ) -> list[ClientUpdate]:
         """Execute every client's plan from the server's point; same arithmetic as ``LocalTrainer.train``."""
         count = len(clients)
-        inputs, targets, starts = gather(examples, self.dtype)
-        sizes = [len(one) for one in examples]
-        batches = plan_batches(self.local, self.seed, sizes, starts, clients, round_index=round_index, dtype=self.dtype)
-        with torch.enable_grad():
-            stored, start, losses = self._walk(point, plans, inputs, targets, batches, lr)
+        stored, start, losses, batches = self._train(point, plans, examples, clients, round_index, lr)
         updates = self._unstore(stored - start, count)
         empty = torch.empty(0, dtype=self.dtype), torch.empty(0, dtype=torch.int64)
         return [
@@ -148,6 +144,50 @@ class CohortTrainer:
             )
             for i in range(count)
         ]
+
+    def train_sum(
+        self,
+        point: Point,
+        plans: Sequence[Plan],
+        examples: Sequence[TensorExamples],
+        clients: Sequence[int],
+        weights: Sequence[float],
+        *,
+        round_index: int,
+        lr: float,
+        out: Tensor,
+    ) -> GroupUpdate:
+        """Execute every client's plan from the server's point; write Σ w_i Δ_i to ``out``."""
+        count = len(clients)
+        stored, start, losses, batches = self._train(point, plans, examples, clients, round_index, lr)
+        shares = torch.tensor(weights, dtype=self.dtype)
+        blocks = self._blocks(stored.sub_(start), count)
+        torch.cat([shares @ block.view(count, -1) for block in blocks], out=out)
+        return GroupUpdate(
+            update=out,
+            floats=torch.empty(0, dtype=self.dtype),
+            ints=torch.empty(0, dtype=torch.int64),
+            weights=list(weights),
+            losses=[loss / steps for loss, steps in zip(losses.tolist(), batches.steps, strict=True)],
+            steps=sum(batches.steps),
+            examples=sum(batches.seen),
+        )
+
+    def _train(
+        self,
+        point: Point,
+        plans: Sequence[Plan],
+        examples: Sequence[TensorExamples],
+        clients: Sequence[int],
+        round_index: int,
+        lr: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Batches]:
+        """Lay out the batches and take all steps; return the end, the start, the summed losses and the batches."""
+        inputs, targets, starts = gather(examples, self.dtype)
+        sizes = [len(one) for one in examples]
+        batches = plan_batches(self.local, self.seed, sizes, starts, clients, round_index=round_index, dtype=self.dtype)
+        with torch.enable_grad():
+            return *self._walk(point, plans, inputs, targets, batches, lr), batches
 
     def _walk(
         self, point: Point, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches, lr: float

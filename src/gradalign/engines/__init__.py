@@ -12,7 +12,7 @@ from typing import Protocol, Self, runtime_checkable
 
 from gradalign.flat import Point
 from gradalign.plan import ClientView, Combination, Plan
-from gradalign.replies import ClientGradient, ClientUpdate, Score
+from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
 
 
 class Engine(Protocol):
@@ -37,6 +37,22 @@ class Engine(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+@runtime_checkable
+class SummingEngine(Protocol):
+    """An engine that can add up the updates of neighbouring clients where they are made.
+
+    Enough for an algorithm that keeps nothing of single clients, and less to carry: one vector instead of many.
+    """
+
+    sums: bool
+    """Whether that gains anything for this task."""
+
+    def train_sums(
+        self, point: Point, plans: Iterable[tuple[int, Plan, float]], *, round_index: int, lr: float
+    ) -> Iterator[tuple[list[int], GroupUpdate]]:
+        """Yield (clients, Σ w_i Δ_i) for groups of clients, given every client's plan and weight."""
 
 
 @runtime_checkable

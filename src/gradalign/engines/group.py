@@ -14,13 +14,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradalign.cohort.eligible import layers_of
+from gradalign.cohort.eligible import layers_of, lockstep_model
+from gradalign.cohort.lockstep import TOGETHER, LockstepTrainer
 from gradalign.cohort.small import COHORT, CohortTrainer
 from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
 from gradalign.local import LocalTrainer
 from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, Score
+from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
 from gradalign.tasks.data import TensorExamples
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
@@ -76,7 +77,11 @@ class GroupTrainer:
         together = fast and crowd >= COHORT and self.one.device.type == "cpu" and local.precision is None
         layers = layers_of(task, self.one.flat.module) if together else None
         self.cohort = None if layers is None else CohortTrainer(task, local, seed, layers)
+        model = lockstep_model(task, local, seed) if together and layers is None else None
+        self.lockstep = None if model is None else LockstepTrainer(local, seed, model)
         self.width = 1 if self.cohort is None else COHORT
+        self.sum_width = TOGETHER if self.lockstep is not None else self.width
+        self.sums = self.sum_width > 1
 
     def _tensors(self, clients: Sequence[int]) -> list[TensorExamples]:
         examples = [self.task.client(client, self.seed) for client in clients]
@@ -124,6 +129,55 @@ class GroupTrainer:
                 reply = self.one.train(point, plan, one, client=client, round_index=round_index, lr=lr, out=row)
             replies.append(reply)
         return replies
+
+    def train_sum(
+        self,
+        point: Point,
+        clients: Sequence[int],
+        plans: Sequence[Plan],
+        weights: Sequence[float],
+        *,
+        round_index: int,
+        lr: float,
+        out: Tensor | None = None,
+    ) -> GroupUpdate:
+        """Execute every client's plan and return Σ w_i Δ_i, in ``out`` when that is given."""
+        out = torch.empty_like(point.x) if out is None else out
+        examples = self._tensors(clients)
+        together: CohortTrainer | LockstepTrainer | None = self.cohort
+        if self.lockstep is not None and len(examples) == len(clients) and self.lockstep.takes(plans, examples):
+            together = self.lockstep
+        if together is None:
+            return self._sum_one_by_one(point, clients, plans, weights, round_index=round_index, lr=lr, out=out)
+        with named_failure(f"clients {clients[0]} to {clients[-1]}"):
+            return together.train_sum(point, plans, examples, clients, weights, round_index=round_index, lr=lr, out=out)
+
+    def _sum_one_by_one(
+        self,
+        point: Point,
+        clients: Sequence[int],
+        plans: Sequence[Plan],
+        weights: Sequence[float],
+        *,
+        round_index: int,
+        lr: float,
+        out: Tensor,
+    ) -> GroupUpdate:
+        replies, floats = [], torch.zeros_like(point.floats)
+        out.zero_()
+        for client, plan, weight in zip(clients, plans, weights, strict=True):
+            replies += self.train(point, [client], [plan], round_index=round_index, lr=lr)
+            out.add_(replies[-1].update, alpha=weight)
+            floats.add_(replies[-1].floats, alpha=weight)
+        return GroupUpdate(
+            update=out,
+            floats=floats,
+            ints=replies[0].ints,
+            weights=list(weights),
+            losses=[reply.loss for reply in replies],
+            steps=sum(reply.steps for reply in replies),
+            examples=sum(reply.examples for reply in replies),
+        )
 
     def evaluate(self, point: Point, start: int, stop: int) -> Score:
         """Return the score on test examples from ``start`` to ``stop``."""

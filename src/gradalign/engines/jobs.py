@@ -13,7 +13,7 @@ from gradalign.engines.group import GroupTrainer
 from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
 from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, Score
+from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
 
 _NOTHING = torch.empty(0)
 
@@ -100,7 +100,17 @@ class TrainJob:
     def run(self, trainer: GroupTrainer, desk: Desk) -> list[ClientUpdate]:
         """Do the work in a worker; the replies' vectors stay in the slot."""
         room = desk.slot(self.slot)
-        plans = [
+        replies = trainer.train(
+            desk.point, self.clients, self.read(room), round_index=self.round_index, lr=self.lr, out=room.out
+        )
+        for row, reply in enumerate(replies):
+            room.floats[row].copy_(reply.floats)
+            room.ints[row].copy_(reply.ints)
+        return [replace(reply, update=_NOTHING, floats=_NOTHING, ints=_NOTHING) for reply in replies]
+
+    def read(self, room: Slot) -> list[Plan]:
+        """Return the plans that lie in the slot."""
+        return [
             Plan(
                 displacement=room.displacement[row] if displaced else None,
                 correction=room.correction[row] if corrected else None,
@@ -109,11 +119,6 @@ class TrainJob:
             )
             for row, (displaced, corrected, pull, every_step) in enumerate(self.plans)
         ]
-        replies = trainer.train(desk.point, self.clients, plans, round_index=self.round_index, lr=self.lr, out=room.out)
-        for row, reply in enumerate(replies):
-            room.floats[row].copy_(reply.floats)
-            room.ints[row].copy_(reply.ints)
-        return [replace(reply, update=_NOTHING, floats=_NOTHING, ints=_NOTHING) for reply in replies]
 
     def collect(self, replies: list[ClientUpdate], desk: Desk) -> list[ClientUpdate]:
         """Give the replies their vectors back, in the server."""
@@ -122,6 +127,45 @@ class TrainJob:
             replace(reply, update=room.out[row], floats=room.floats[row], ints=room.ints[row])
             for row, reply in enumerate(replies)
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumJob:
+    """Execute the plans whose vectors lie in the slot; write Σ w_i Δ_i and the sum of the buffers to its first row."""
+
+    each: TrainJob
+    weights: list[float]
+
+    @property
+    def slot(self) -> int:
+        """The slot's number."""
+        return self.each.slot
+
+    @property
+    def clients(self) -> list[int]:
+        """Whose work this is."""
+        return self.each.clients
+
+    def run(self, trainer: GroupTrainer, desk: Desk) -> GroupUpdate:
+        """Do the work in a worker; the reply's vectors stay in the slot."""
+        room, each = desk.slot(self.slot), self.each
+        reply = trainer.train_sum(
+            desk.point,
+            each.clients,
+            each.read(room),
+            self.weights,
+            round_index=each.round_index,
+            lr=each.lr,
+            out=room.out[0],
+        )
+        room.floats[0].copy_(reply.floats)
+        room.ints[0].copy_(reply.ints)
+        return replace(reply, update=_NOTHING, floats=_NOTHING, ints=_NOTHING)
+
+    def collect(self, reply: GroupUpdate, desk: Desk) -> GroupUpdate:
+        """Give the reply its vectors back, in the server."""
+        room = desk.slot(self.slot)
+        return replace(reply, update=room.out[0], floats=room.floats[0], ints=room.ints[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +185,7 @@ class EvaluationJob:
         return reply
 
 
-Job = GradientJob | TrainJob | EvaluationJob
+Job = GradientJob | TrainJob | SumJob | EvaluationJob
 
 
 def for_whom(job: Job) -> str:

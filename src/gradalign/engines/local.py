@@ -16,7 +16,7 @@ from gradalign.engines.pool import PoolEngine
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
 from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, Score
+from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
@@ -52,6 +52,7 @@ class InProcessEngine:
         self.task = task
         with one_thread():
             self.trainer = GroupTrainer(task, local, seed, device, fast=fast, crowd=crowd)
+        self.sums = self.trainer.sums
 
     def gradients(
         self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
@@ -72,6 +73,16 @@ class InProcessEngine:
                 own = [plan for _, plan in group]
                 replies = self.trainer.train(point, clients, own, round_index=round_index, lr=lr)
             yield from zip(clients, replies, strict=True)
+
+    def train_sums(
+        self, point: Point, plans: Iterable[tuple[int, Plan, float]], *, round_index: int, lr: float
+    ) -> Iterator[tuple[list[int], GroupUpdate]]:
+        """Yield (clients, Σ w_i Δ_i) for groups of clients."""
+        for group in groups(plans, self.trainer.sum_width):
+            clients, own, weights = (list(column) for column in zip(*group, strict=True))
+            with one_thread():
+                reply = self.trainer.train_sum(point, clients, own, weights, round_index=round_index, lr=lr)
+            yield clients, reply
 
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""

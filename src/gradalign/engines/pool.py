@@ -23,12 +23,12 @@ import torch
 import torch.multiprocessing
 
 from gradalign.engines.group import GroupTrainer, evaluation_rows, groups, named_failure
-from gradalign.engines.jobs import Desk, EvaluationJob, Failure, GradientJob, Job, TrainJob, for_whom
+from gradalign.engines.jobs import Desk, EvaluationJob, Failure, GradientJob, Job, SumJob, TrainJob, for_whom
 from gradalign.errors import GradalignError
 from gradalign.fast import keep_freed_memory
 from gradalign.flat import Point
 from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, Score
+from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
 from gradalign.seeding import quiet_generators
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
@@ -128,8 +128,8 @@ class PoolEngine:
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
         trainer = GroupTrainer(task, local, seed, fast=fast, crowd=crowd)
-        self._width = trainer.width
-        self._desk = Desk(trainer.one.flat.read(), self._slots, self._width)
+        self.sums, self._width, self._sum_width = trainer.sums, trainer.width, trainer.sum_width
+        self._desk = Desk(trainer.one.flat.read(), self._slots, max(self._width, self._sum_width))
         self._wanted = workers
         self._workers: list[_Worker] = []
         try:
@@ -283,6 +283,23 @@ class PoolEngine:
         makers = (maker(group) for group in groups(plans, self._width))
         for job, replies in self._stream(makers):
             yield from zip(job.clients, replies, strict=True)
+
+    def train_sums(
+        self, point: Point, plans: Iterable[tuple[int, Plan, float]], *, round_index: int, lr: float
+    ) -> Iterator[tuple[list[int], GroupUpdate]]:
+        """Yield (clients, Σ w_i Δ_i) for groups of clients."""
+        self._desk.point.copy_(point)
+
+        def maker(group: list[tuple[int, Plan, float]]) -> Callable[[int], Job]:
+            clients, own = [client for client, _, _ in group], [plan for _, plan, _ in group]
+            return lambda slot: SumJob(
+                weights=[weight for _, _, weight in group],
+                each=TrainJob.put(own, self._desk, slot=slot, clients=clients, round_index=round_index, lr=lr),
+            )
+
+        makers = (maker(group) for group in groups(plans, self._sum_width))
+        for job, reply in self._stream(makers):
+            yield job.clients, reply
 
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""

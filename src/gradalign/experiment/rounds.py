@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from gradalign.alignment import weighted_mean
-from gradalign.engines import Engine, RemoteEngine
+from gradalign.engines import Engine, RemoteEngine, SummingEngine
 from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, TooFewClientsError
 from gradalign.flat import Point, all_finite
 from gradalign.plan import ClientView, Combination
-from gradalign.replies import ClientUpdate
+from gradalign.replies import ClientUpdate, GroupUpdate
 from gradalign.schedule import value_at
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server import Memory
@@ -120,13 +120,12 @@ def gather_gradients(
     limit = federation.local.gradient_examples
     for client, reply in engine.gradients(state.point, missing, round_index=state.round, limit=limit):
         if not math.isfinite(reply.loss) or not all_finite(reply.gradient):
-            raise _diverged("gradient", state.round, client, federation)
+            raise _diverged("gradient", state.round, f"at client {client}", federation)
         gradients[client] = reply.gradient.to("cpu", copy=True)
     return {client: gradients[client] for client in clients if client in gradients}
 
 
-def _diverged(what: str, round_index: int, client: int | None, federation: Federation) -> DivergedError:
-    where = "on the server" if client is None else f"at client {client}"
+def _diverged(what: str, round_index: int, where: str, federation: Federation) -> DivergedError:
     lr = value_at(federation.local.lr, round_index)
     return DivergedError(
         f"the {what} became NaN or infinite in round {round_index + 1} {where} (local.lr = {lr:g}); "
@@ -157,6 +156,17 @@ class _Tally:
         self.weight += weight
         self.loss += weight * reply.loss
         self.reported += 1
+        self.steps += reply.steps
+        self.examples += reply.examples
+
+    def add_sum(self, reply: GroupUpdate) -> None:
+        self.update.add_(reply.update.cpu())
+        self.floats.add_(reply.floats)
+        if not self.reported:
+            self.ints = reply.ints.clone()
+        self.weight += sum(reply.weights)
+        self.loss += sum(weight * loss for weight, loss in zip(reply.weights, reply.losses, strict=True))
+        self.reported += len(reply.losses)
         self.steps += reply.steps
         self.examples += reply.examples
 
@@ -234,10 +244,12 @@ class _Round:
 
     def train_phase(self, engine: Engine) -> _Tally:
         """Let the clients train and add up what they report."""
+        if isinstance(engine, SummingEngine) and engine.sums and not self.algorithm.keepers:
+            return self.train_in_groups(engine)
         tally = _Tally(self.state)
         for client, reply in self.train(engine):
             if not math.isfinite(reply.loss) or not all_finite(reply.update):
-                raise _diverged("loss", self.state.round, client, self.federation)
+                raise _diverged("loss", self.state.round, f"at client {client}", self.federation)
             weight = self.weights[client]
             tally.add(reply, weight)
             for part in self.algorithm.keepers:
@@ -245,6 +257,18 @@ class _Round:
                 old = view.memory()[0]
                 tally.add_kept(part.label, client, old, part.keep(view, reply.update.cpu(), reply.travel), weight)
         self.require_enough(tally.reported, "training phase", engine)
+        return tally
+
+    def train_in_groups(self, engine: SummingEngine) -> _Tally:
+        """Let the clients train and add up the sums of neighbours: nothing of single clients is kept."""
+        tally = _Tally(self.state)
+        plans = ((client, self.algorithm.plan(views), self.weights[client]) for client, views in self.views())
+        for clients, reply in engine.train_sums(self.state.point, plans, round_index=self.state.round, lr=self.lr):
+            if not math.isfinite(sum(reply.losses)) or not all_finite(reply.update):
+                lost = [client for client, loss in zip(clients, reply.losses, strict=True) if not math.isfinite(loss)]
+                where = f"at client {lost[0]}" if lost else f"at one of the clients {clients[0]} to {clients[-1]}"
+                raise _diverged("loss", self.state.round, where, self.federation)
+            tally.add_sum(reply)
         return tally
 
     def spent(self, tally: _Tally) -> Totals:
@@ -280,7 +304,7 @@ class _Round:
         x, memory = self.algorithm.server.step(state.point.x.double(), update, state.memory)
         x = x.to(state.point.x.dtype)
         if not all_finite(x):
-            raise _diverged("model", state.round, None, self.federation)
+            raise _diverged("model", state.round, "on the server", self.federation)
         floats = (tally.floats / tally.weight).to(state.point.floats.dtype)
         # New dictionaries, so that the state before the round stays whole if anything after this goes wrong.
         kept = {label: {**state.kept.get(label, {}), **new} for label, new in tally.kept.items()}
