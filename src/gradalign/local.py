@@ -22,7 +22,7 @@ from gradalign.outer import Products, keep_products
 from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import Purpose, global_stream, torch_stream
-from gradalign.step import LocalStep
+from gradalign.step import LocalStep, hand_over_gradients
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task, predict
 from gradalign.training import LocalTraining
@@ -119,9 +119,19 @@ class LocalTrainer:
         return loss, outputs, targets
 
     def gradient(
-        self, point: Point, examples: Examples, *, client: int, round_index: int, limit: int | None = None
+        self,
+        point: Point,
+        examples: Examples,
+        *,
+        client: int,
+        round_index: int,
+        limit: int | None = None,
+        out: Tensor | None = None,
     ) -> ClientGradient:
-        """Return ∇f_i(x) over the whole client or its first ``limit`` shuffled examples; buffers stay as they are."""
+        """Return ∇f_i(x) over the whole client or its first ``limit`` shuffled examples, in ``out`` when given.
+
+        Buffers stay as they are.
+        """
         count = len(examples)
         index = torch.arange(count)
         if limit is not None and limit < count:
@@ -131,21 +141,27 @@ class LocalTrainer:
         flat = self.flat
         flat.load(point)
         flat.module.train()
-        flat.attach_gradients()
-        flat.gradient.zero_()
+        flat.drop_gradients()
+        gradient = torch.empty_like(flat.vector) if out is None else out
+        views = flat.views(gradient, inside=False)
         loss_sum, correct, known = 0.0, 0.0, True
-        with torch.enable_grad(), global_stream(self.seed, Purpose.GRADIENT, round_index, client):
+        with (
+            self.products.kept(),
+            torch.enable_grad(),
+            global_stream(self.seed, Purpose.GRADIENT, round_index, client),
+        ):
             # Even parts: a last part of one example would be too small for batch norm.
-            for rows in index.tensor_split(math.ceil(len(index) / chunk)):
+            for part, rows in enumerate(index.tensor_split(math.ceil(len(index) / chunk))):
                 share = len(rows) / len(index)
                 loss, outputs, targets = self.loss(examples.batch(rows))
                 (loss * share).backward()
+                hand_over_gradients(flat, self.products, views, add=part > 0)
                 loss_sum += float(loss.detach()) * share
                 accuracy = self.task.accuracy(outputs, targets)
                 known = known and accuracy is not None
                 correct += float(accuracy or 0.0) * share
         return ClientGradient(
-            gradient=flat.outward(flat.gradient),
+            gradient=gradient,
             loss=loss_sum,
             accuracy=correct if known else None,
             examples=len(index),
@@ -172,12 +188,12 @@ class LocalTrainer:
         flat.load(point)
         flat.module.train()
         flat.drop_gradients()
-        self.products.start()
-        try:
-            with torch.enable_grad(), global_stream(self.seed, Purpose.TRAIN, round_index, client):
-                update, loss, seen = self._walk(point, plan, itertools.islice(batches, steps), examples, lr, out)
-        finally:
-            self.products.stop()
+        with (
+            self.products.kept(),
+            torch.enable_grad(),
+            global_stream(self.seed, Purpose.TRAIN, round_index, client),
+        ):
+            update, loss, seen = self._walk(point, plan, itertools.islice(batches, steps), examples, lr, out)
         floats, ints = flat.read_buffers()
         return ClientUpdate(
             update=update,

@@ -7,6 +7,8 @@ neither.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,15 +81,16 @@ class Products:
     def __init__(self, module: nn.Module) -> None:
         self._layers = {id(part.weight): part for part in module.modules() if isinstance(part, ProductLinear)}
 
-    def start(self) -> None:
-        """Keep products from now on."""
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep products inside the block."""
         for layer in self._layers.values():
             layer.kept = []
-
-    def stop(self) -> None:
-        """Give weights their gradients again."""
-        for layer in self._layers.values():
-            layer.kept = None
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.kept = None
 
     def take(self, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the products kept for a weight since the last time."""

@@ -97,6 +97,21 @@ class LocalStep:
         return self._velocity
 
 
+@torch.no_grad()
+def hand_over_gradients(flat: FlatModel, products: Products, views: list[Tensor], *, add: bool) -> None:
+    """Write or add the gradients that backward has left in the parameters to ``views``, and take them away."""
+    for parameter, view in zip(flat.parameters, views, strict=True):
+        thin = products.take(parameter)
+        if parameter.grad is not None or not thin:
+            dense = _dense(parameter.grad, parameter)
+            view.add_(dense) if add else view.copy_(dense)
+        written = add or parameter.grad is not None
+        for outwards, inputs in thin:
+            torch.addmm(view, outwards.t(), inputs, beta=float(written), out=view)
+            written = True
+        parameter.grad = None
+
+
 def _dense(gradient: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient as an ordinary tensor, zeros when there is none."""
     if gradient is None:

@@ -88,19 +88,28 @@ class GroupTrainer:
         return [one for one in examples if isinstance(one, TensorExamples)]
 
     def gradients(
-        self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None
+        self,
+        point: Point,
+        clients: Sequence[int],
+        *,
+        round_index: int,
+        limit: int | None,
+        out: Tensor | None = None,
     ) -> list[ClientGradient]:
-        """Return ∇f_i(x) of every client of the group."""
+        """Return ∇f_i(x) of every client of the group; ``out`` has a row for each, when they are wanted there."""
         if self.cohort is not None and limit is None:
             with named_failure(f"clients {clients[0]} to {clients[-1]}"):
-                return self.cohort.gradients(point, self._tensors(clients), clients, round_index)
+                replies = self.cohort.gradients(point, self._tensors(clients), clients, round_index)
+            if out is None:
+                return replies
+            return [replace(r, gradient=row.copy_(r.gradient)) for row, r in zip(out, replies, strict=False)]
         replies = []
-        for client in clients:
+        for place, client in enumerate(clients):
+            row = None if out is None else out[place]
             with named_failure(f"client {client}"):
-                examples = self.task.client(client, self.seed)
-                reply = self.one.gradient(point, examples, client=client, round_index=round_index, limit=limit)
-            # The trainer's one gradient vector is overwritten by the group's next client.
-            replies.append(reply if len(clients) == 1 else replace(reply, gradient=reply.gradient.clone()))
+                one = self.task.client(client, self.seed)
+                reply = self.one.gradient(point, one, client=client, round_index=round_index, limit=limit, out=row)
+            replies.append(reply)
         return replies
 
     def train(

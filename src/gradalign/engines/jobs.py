@@ -59,10 +59,8 @@ class GradientJob:
 
     def run(self, trainer: GroupTrainer, desk: Desk) -> list[ClientGradient]:
         """Do the work in a worker; the replies' vectors stay in the slot."""
-        replies = trainer.gradients(desk.point, self.clients, round_index=self.round_index, limit=self.limit)
         out = desk.slot(self.slot).out
-        for row, reply in enumerate(replies):
-            out[row].copy_(reply.gradient)
+        replies = trainer.gradients(desk.point, self.clients, round_index=self.round_index, limit=self.limit, out=out)
         return [replace(reply, gradient=_NOTHING) for reply in replies]
 
     def collect(self, replies: list[ClientGradient], desk: Desk) -> list[ClientGradient]:
