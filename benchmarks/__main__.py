@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,7 +25,7 @@ from benchmarks.contenders import plain_loop, this_library, tuned_loop
 from benchmarks.memory import measure_memory, print_memory
 from benchmarks.peers.install import DEFAULT_PLACE
 from benchmarks.peers.timing import Peers, compare, print_peers
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import USUAL, WORKLOADS, Workload
 
 
 def seconds(action: Callable[[], None]) -> float:
@@ -140,8 +142,12 @@ def print_table(results: list[dict[str, Any]], peak: float) -> None:
 
 def main() -> None:
     """Run the benchmark."""
+    # An end by SIGTERM is one in order too: simulators' daemons are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("workloads", nargs="*", metavar="W", help=f"some of {', '.join(WORKLOADS)} (default: all)")
+    parser.add_argument(
+        "workloads", nargs="*", metavar="W", help=f"some of {', '.join(WORKLOADS)} (default: {', '.join(USUAL)})"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--repetitions", type=int, default=5, help="timed rounds of each contender (default 5)")
     parser.add_argument("--memory", action="store_true", help="measure memory and start instead of time (default: W1)")
@@ -158,7 +164,7 @@ def main() -> None:
         memory = [measure_memory(WORKLOADS[name], place) for name in words.workloads or ["W1"]]
         return print(json.dumps(memory, indent=2)) if words.json else print_memory(memory)
     peak = machine_peak()
-    results = [measure(WORKLOADS[name], words.repetitions, peak, place) for name in words.workloads or WORKLOADS]
+    results = [measure(WORKLOADS[name], words.repetitions, peak, place) for name in words.workloads or USUAL]
     crowd = crowd_ratio(words.repetitions) if not words.workloads else None
     if words.json:
         print(json.dumps({"peak_flops": peak, "results": results, "crowd_ratio": crowd}, indent=2))

@@ -103,7 +103,8 @@ def this_library(
     import gradalign as ga
     from gradalign.engines.local import local_engine
     from gradalign.experiment.build import make_federation
-    from gradalign.experiment.rounds import ServerState, play_round
+    from gradalign.experiment.federation import ServerState
+    from gradalign.experiment.rounds import play_round
     from gradalign.flat import FlatModel
     from gradalign.plan import combine
 

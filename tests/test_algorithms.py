@@ -12,7 +12,8 @@ import gradalign as ga
 from conftest import Quadratics, final_point
 from gradalign.engines.local import InProcessEngine
 from gradalign.experiment.build import make_federation
-from gradalign.experiment.rounds import Federation, ServerState, play_round
+from gradalign.experiment.federation import Federation, ServerState
+from gradalign.experiment.rounds import play_round
 from gradalign.flat import FlatModel
 from gradalign.plan import ClientView, combine
 

@@ -18,7 +18,8 @@ from conftest import blobs, hear_ctrl_c, vector
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
 from gradalign.experiment.build import make_federation
-from gradalign.experiment.rounds import ServerState, play_round
+from gradalign.experiment.federation import ServerState
+from gradalign.experiment.rounds import play_round
 from gradalign.flat import FlatModel
 from gradalign.plan import combine
 from gradalign.tasks.data import PartitionedClients

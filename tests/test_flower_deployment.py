@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import gradalign as ga
 from gradalign.engines.local import InProcessEngine
 from gradalign.experiment.build import make_federation
-from gradalign.experiment.rounds import ServerState, play_round
+from gradalign.experiment.federation import ServerState
+from gradalign.experiment.rounds import play_round
 from gradalign.experiment.store import read_metrics
 from gradalign.flat import FlatModel
 from gradalign.plan import combine

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gradalign as ga
 from gradalign.experiment.build import make_federation
-from gradalign.experiment.rounds import ServerState, play_round
+from gradalign.experiment.federation import ServerState
+from gradalign.experiment.rounds import play_round
 from gradalign.flat import FlatModel
 from gradalign.flower.engine import in_process_engine
 from gradalign.plan import combine

@@ -17,7 +17,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from gradalign.errors import GradalignError
-from gradalign.plan import Algorithm, ClientView, Plan
+from gradalign.plan import Algorithm, ClientView, Plan, Shift
 from gradalign.schedule import Schedule, require, setting_of, value_at
 
 
@@ -85,6 +85,12 @@ class FedGA(Algorithm):
             return Plan()
         own, mean = view.gradients()
         return Plan(displacement=-self.strength * (mean - own), every_step=self.form == "step")
+
+    def shift(self, mean_gradient: Tensor) -> Shift | None:
+        """Return v_i = −βḡ + β·g_i; the form makes no difference to Δ_i."""
+        if type(self).plan is not FedGA.plan:
+            return None  # somebody's own variant
+        return Shift(-self.strength * mean_gradient, self.strength)
 
 
 @dataclass(frozen=True, kw_only=True)

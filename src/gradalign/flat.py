@@ -24,6 +24,10 @@ class Point:
         """Return a deep copy."""
         return Point(self.x.clone(), self.floats.clone(), self.ints.clone())
 
+    def moved(self, by: Tensor | None) -> Point:
+        """Return the point with its parameters moved; the buffers are shared."""
+        return self if by is None else Point(self.x + by, self.floats, self.ints)
+
     def copy_(self, other: Point) -> None:
         """Overwrite all three vectors with another point's."""
         self.x.copy_(other.x)

@@ -34,6 +34,13 @@ def shuffled_batches(examples: int, size: int, generator: torch.Generator) -> It
         yield from torch.randperm(examples, generator=generator).split(size)
 
 
+def gradient_rows(examples: int, limit: int | None, seed: int, round_index: int, client: int) -> Tensor:
+    """Return the rows of a client's gradient phase: all, or the first ones that its local steps will see."""
+    if limit is None or limit >= examples:
+        return torch.arange(examples)
+    return torch.randperm(examples, generator=torch_stream(seed, Purpose.SHUFFLE, round_index, client))[:limit]
+
+
 class LocalTrainer:
     """Does a client's work on one model; not thread-safe."""
 
@@ -133,10 +140,7 @@ class LocalTrainer:
         Buffers stay as they are.
         """
         count = len(examples)
-        index = torch.arange(count)
-        if limit is not None and limit < count:
-            index = torch.randperm(count, generator=torch_stream(self.seed, Purpose.SHUFFLE, round_index, client))
-            index = index[:limit]
+        index = gradient_rows(count, limit, self.seed, round_index, client)
         chunk = max(2 * self.local.batch_for(count), 600)
         flat = self.flat
         flat.load(point)

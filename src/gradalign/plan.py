@@ -81,6 +81,17 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class Shift:
+    """Displacements of the form v_i = common + along·g_i: beside its own gradient a client needs only what all need."""
+
+    common: Tensor | None = None
+    along: float = 0.0
+
+    def __add__(self, other: Shift) -> Shift:
+        return Shift(_plus(self.common, other.common), self.along + other.along)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """The base of all: it plans nothing, which is FedAvg."""
@@ -120,6 +131,10 @@ class Algorithm:
     def plan(self, view: ClientView) -> Plan:
         """Return this client's plan."""
         return Plan()
+
+    def shift(self, mean_gradient: Tensor) -> Shift | None:
+        """Return the plan as a shift, given ḡ; None when it is anything else."""
+        return Shift() if type(self).plan is Algorithm.plan else None
 
     def keep(self, view: ClientView, update: Tensor, travel: float) -> Tensor:
         """Return k_i⁺ from Δ_i and the ``travel`` of the round: the sum of all step sizes, αK without momentum."""
@@ -178,6 +193,12 @@ class Combination:
     def plan(self, views: dict[str, ClientView]) -> Plan:
         """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""
         return sum((part.plan(views[part.label]) for part in self.parts), Plan())
+
+    def shift(self, mean_gradient: Tensor) -> Shift | None:
+        """Return the sum of the parts' shifts; None when a part plans anything else."""
+        shifts = [part.shift(mean_gradient) for part in self.parts]
+        known = [shift for shift in shifts if shift is not None]
+        return sum(known, Shift()) if len(known) == len(shifts) else None
 
     def __add__(self, other: Algorithm | ServerRule | Combination) -> Combination:
         return combine(self, other)

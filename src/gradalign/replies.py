@@ -31,6 +31,14 @@ class ClientUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupGradient:
+    """Σ w_i ∇f_i(x) over a group of clients with weights w_i, and each client's loss."""
+
+    gradient: Tensor
+    losses: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupUpdate:
     """Σ w_i Δ_i over a group of clients with weights w_i, the same sum of their buffers, and what was seen."""
 

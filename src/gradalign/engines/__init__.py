@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
 from gradalign.flat import Point
-from gradalign.plan import ClientView, Combination, Plan
-from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
+from gradalign.plan import ClientView, Combination, Plan, Shift
+from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
 
 
 class Engine(Protocol):
@@ -41,7 +41,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class SummingEngine(Protocol):
-    """An engine that can add up the updates of neighbouring clients where they are made.
+    """An engine that can add up what neighbouring clients report where it is made.
 
     Enough for an algorithm that keeps nothing of single clients, and less to carry: one vector instead of many.
     """
@@ -49,10 +49,30 @@ class SummingEngine(Protocol):
     sums: bool
     """Whether that gains anything for this task."""
 
+    def shelves(self, clients: Sequence[int]) -> bool:
+        """Return whether ``gradient_sums`` and ``train_sums`` with a shift can be had for these clients."""
+
+    def gradient_sums(
+        self, point: Point, clients: Sequence[tuple[int, float]], *, round_index: int, limit: int | None = None
+    ) -> Iterator[tuple[list[int], GroupGradient]]:
+        """Yield (clients, Σ w_i ∇f_i(x)) for groups of clients, given every client's weight.
+
+        Every client's own gradient is kept for a ``train_sums`` with a shift in the same round.
+        """
+
     def train_sums(
-        self, point: Point, plans: Iterable[tuple[int, Plan, float]], *, round_index: int, lr: float
+        self,
+        point: Point,
+        plans: Iterable[tuple[int, Plan, float]],
+        *,
+        round_index: int,
+        lr: float,
+        shift: Shift | None = None,
     ) -> Iterator[tuple[list[int], GroupUpdate]]:
-        """Yield (clients, Σ w_i Δ_i) for groups of clients, given every client's plan and weight."""
+        """Yield (clients, Σ w_i Δ_i) for groups of clients, given every client's plan and weight.
+
+        With a shift, the plans are empty and every client is displaced by the shift's common part and its own gradient.
+        """
 
 
 @runtime_checkable

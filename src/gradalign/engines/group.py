@@ -21,7 +21,7 @@ from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
 from gradalign.local import LocalTrainer
 from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
+from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
 from gradalign.tasks.data import TensorExamples
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
@@ -82,6 +82,7 @@ class GroupTrainer:
         self.width = 1 if self.cohort is None else COHORT
         self.sum_width = TOGETHER if self.lockstep is not None else self.width
         self.sums = self.sum_width > 1
+        self.shelf_length = 0 if self.lockstep is None else self.lockstep.shelf.length
 
     def _tensors(self, clients: Sequence[int]) -> list[TensorExamples]:
         examples = [self.task.client(client, self.seed) for client in clients]
@@ -139,6 +140,33 @@ class GroupTrainer:
             replies.append(reply)
         return replies
 
+    def shelves(self, clients: Sequence[int]) -> bool:
+        """Return whether these clients' gradients can wait on shelves for a shift."""
+        examples = self._tensors(clients)
+        if self.lockstep is None or not clients or len(examples) < len(clients):
+            return False
+        return self.lockstep.fits([len(one) for one in examples], shelved=True)
+
+    def gradient_sum(
+        self,
+        point: Point,
+        clients: Sequence[int],
+        weights: Sequence[float],
+        *,
+        round_index: int,
+        limit: int | None,
+        out: Tensor,
+        shelves: Sequence[Tensor],
+    ) -> GroupGradient:
+        """Write Σ w_i ∇f_i(x) to ``out`` and every client's own gradient to its shelf."""
+        if self.lockstep is None:
+            raise GradalignError("this task's clients do not train in lockstep")
+        with named_failure(f"clients {clients[0]} to {clients[-1]}"):
+            examples = self._tensors(clients)
+            return self.lockstep.gradient_sum(
+                point.x, examples, clients, weights, round_index=round_index, limit=limit, out=out, shelves=shelves
+            )
+
     def train_sum(
         self,
         point: Point,
@@ -148,18 +176,36 @@ class GroupTrainer:
         *,
         round_index: int,
         lr: float,
-        out: Tensor | None = None,
+        out: Tensor,
+        along: float = 0.0,
+        shelves: Sequence[Tensor] = (),
     ) -> GroupUpdate:
-        """Execute every client's plan and return Σ w_i Δ_i, in ``out`` when that is given."""
-        out = torch.empty_like(point.x) if out is None else out
+        """Execute every client's plan and write Σ w_i Δ_i to ``out``.
+
+        With ``shelves``, the clients start from x + along·g_i, their gradients being there.
+        """
         examples = self._tensors(clients)
-        together: CohortTrainer | LockstepTrainer | None = self.cohort
+        whom = f"clients {clients[0]} to {clients[-1]}"
+        if self.cohort is not None:
+            with named_failure(whom):
+                return self.cohort.train_sum(
+                    point, plans, examples, clients, weights, round_index=round_index, lr=lr, out=out
+                )
         if self.lockstep is not None and len(examples) == len(clients) and self.lockstep.takes(plans, examples):
-            together = self.lockstep
-        if together is None:
-            return self._sum_one_by_one(point, clients, plans, weights, round_index=round_index, lr=lr, out=out)
-        with named_failure(f"clients {clients[0]} to {clients[-1]}"):
-            return together.train_sum(point, plans, examples, clients, weights, round_index=round_index, lr=lr, out=out)
+            with named_failure(whom):
+                return self.lockstep.train_sum(
+                    point.x,
+                    plans,
+                    examples,
+                    clients,
+                    weights,
+                    round_index=round_index,
+                    lr=lr,
+                    out=out,
+                    along=along,
+                    shelves=shelves,
+                )
+        return self._sum_one_by_one(point, clients, plans, weights, round_index=round_index, lr=lr, out=out)
 
     def _sum_one_by_one(
         self,

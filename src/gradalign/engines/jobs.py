@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from gradalign.engines.group import GroupTrainer
 from gradalign.errors import ClientError, GradalignError
 from gradalign.flat import Point
 from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
+from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
 
 _NOTHING = torch.empty(0)
 
@@ -29,19 +31,33 @@ class Slot:
         self.floats, self.ints = floats, ints
 
 
-class Desk:
-    """All shared memory of a pool: the server's point, and some slots for groups of up to ``width`` clients."""
+def _shared(*shape: int, dtype: torch.dtype, forked: bool) -> Tensor:
+    """Return zeros that worker processes see; with forked workers they take no memory before they are touched."""
+    size = math.prod(shape) * dtype.itemsize
+    if not forked or not size:
+        zeros = torch.zeros(shape, dtype=dtype)
+        zeros.share_memory_()
+        return zeros
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
-    def __init__(self, point: Point, slots: int, width: int) -> None:
+
+class Desk:
+    """All shared memory of a pool: the server's point, slots for groups of up to ``width`` clients, and shelves."""
+
+    def __init__(
+        self, point: Point, slots: int, width: int, *, shelves: int = 0, shelf_length: int = 0, forked: bool = False
+    ) -> None:
         d, f, i = point.x.numel(), point.floats.numel(), point.ints.numel()
-        self.point = Point(
-            torch.zeros_like(point.x).share_memory_(),
-            torch.zeros_like(point.floats).share_memory_(),
-            torch.zeros_like(point.ints).share_memory_(),
-        )
-        self._vectors = torch.zeros(slots, 3, width, d, dtype=point.x.dtype).share_memory_()
-        self._floats = torch.zeros(slots, width, f, dtype=point.floats.dtype).share_memory_()
-        self._ints = torch.zeros(slots, width, i, dtype=torch.int64).share_memory_()
+
+        def room(*shape: int, like: Tensor) -> Tensor:
+            return _shared(*shape, dtype=like.dtype, forked=forked)
+
+        self.point = Point(room(d, like=point.x), room(f, like=point.floats), room(i, like=point.ints))
+        self._vectors = room(slots, 3, width, d, like=point.x)
+        self._floats = room(slots, width, f, like=point.floats)
+        self._ints = room(slots, width, i, like=point.ints)
+        self.shelves = room(shelves, shelf_length, like=point.x)
+        """A row for each client of a round, where its gradient waits for the round's second phase."""
 
     def slot(self, number: int) -> Slot:
         """Return one slot's vectors."""
@@ -67,6 +83,35 @@ class GradientJob:
         """Give the replies their vectors back, in the server."""
         out = desk.slot(self.slot).out
         return [replace(reply, gradient=out[row]) for row, reply in enumerate(replies)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSumJob:
+    """Write Σ w_i ∇f_i(x) of a group to the slot's first row, and each gradient to its shelf."""
+
+    slot: int
+    clients: list[int]
+    weights: list[float]
+    shelves: list[int]
+    round_index: int
+    limit: int | None
+
+    def run(self, trainer: GroupTrainer, desk: Desk) -> GroupGradient:
+        """Do the work in a worker; the reply's vector stays in the slot."""
+        reply = trainer.gradient_sum(
+            desk.point,
+            self.clients,
+            self.weights,
+            round_index=self.round_index,
+            limit=self.limit,
+            out=desk.slot(self.slot).out[0],
+            shelves=[desk.shelves[row] for row in self.shelves],
+        )
+        return replace(reply, gradient=_NOTHING)
+
+    def collect(self, reply: GroupGradient, desk: Desk) -> GroupGradient:
+        """Give the reply its vector back, in the server."""
+        return replace(reply, gradient=desk.slot(self.slot).out[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +178,9 @@ class SumJob:
 
     each: TrainJob
     weights: list[float]
+    along: float = 0.0
+    shelves: list[int]
+    """Where the clients' gradients are, when they start from x + along·g_i; else empty."""
 
     @property
     def slot(self) -> int:
@@ -155,6 +203,8 @@ class SumJob:
             round_index=each.round_index,
             lr=each.lr,
             out=room.out[0],
+            along=self.along,
+            shelves=[desk.shelves[row] for row in self.shelves],
         )
         room.floats[0].copy_(reply.floats)
         room.ints[0].copy_(reply.ints)
@@ -183,7 +233,7 @@ class EvaluationJob:
         return reply
 
 
-Job = GradientJob | TrainJob | SumJob | EvaluationJob
+Job = GradientJob | GradientSumJob | TrainJob | SumJob | EvaluationJob
 
 
 def for_whom(job: Job) -> str:

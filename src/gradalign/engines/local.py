@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from gradalign.engines import Engine
 from gradalign.engines.group import GroupTrainer, evaluation_rows, groups
 from gradalign.engines.pool import PoolEngine
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
-from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
+from gradalign.plan import Plan, Shift
+from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
@@ -53,6 +54,7 @@ class InProcessEngine:
         with one_thread():
             self.trainer = GroupTrainer(task, local, seed, device, fast=fast, crowd=crowd)
         self.sums = self.trainer.sums
+        self._shelves: dict[int, Tensor] = {}
 
     def gradients(
         self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
@@ -74,14 +76,52 @@ class InProcessEngine:
                 replies = self.trainer.train(point, clients, own, round_index=round_index, lr=lr)
             yield from zip(clients, replies, strict=True)
 
+    def shelves(self, clients: Sequence[int]) -> bool:
+        """Return whether these clients' gradients can wait on shelves for a shift."""
+        return self.trainer.shelves(clients)
+
+    def gradient_sums(
+        self, point: Point, clients: Sequence[tuple[int, float]], *, round_index: int, limit: int | None = None
+    ) -> Iterator[tuple[list[int], GroupGradient]]:
+        """Yield (clients, Σ w_i ∇f_i(x)) for groups of clients; keep each one's own."""
+        out, length = torch.empty_like(point.x), self.trainer.shelf_length
+        self._shelves = {client: torch.empty(length, dtype=out.dtype) for client, _ in clients}
+        for group in groups(clients, self.trainer.sum_width):
+            members, weights = [client for client, _ in group], [weight for _, weight in group]
+            shelves = [self._shelves[client] for client in members]
+            with one_thread():
+                reply = self.trainer.gradient_sum(
+                    point, members, weights, round_index=round_index, limit=limit, out=out, shelves=shelves
+                )
+            yield members, reply
+
     def train_sums(
-        self, point: Point, plans: Iterable[tuple[int, Plan, float]], *, round_index: int, lr: float
+        self,
+        point: Point,
+        plans: Iterable[tuple[int, Plan, float]],
+        *,
+        round_index: int,
+        lr: float,
+        shift: Shift | None = None,
     ) -> Iterator[tuple[list[int], GroupUpdate]]:
         """Yield (clients, Σ w_i Δ_i) for groups of clients."""
+        out, along = torch.empty_like(point.x), 0.0 if shift is None else shift.along
+        start = point.moved(None if shift is None else shift.common)
         for group in groups(plans, self.trainer.sum_width):
-            clients, own, weights = (list(column) for column in zip(*group, strict=True))
+            clients, own = [client for client, _, _ in group], [plan for _, plan, _ in group]
+            shelves = [] if shift is None else [self._shelves[client] for client in clients]
             with one_thread():
-                reply = self.trainer.train_sum(point, clients, own, weights, round_index=round_index, lr=lr)
+                reply = self.trainer.train_sum(
+                    start,
+                    clients,
+                    own,
+                    [weight for _, _, weight in group],
+                    round_index=round_index,
+                    lr=lr,
+                    out=out,
+                    along=along,
+                    shelves=shelves,
+                )
             yield clients, reply
 
     def evaluate(self, point: Point) -> Score | None:

@@ -7,11 +7,8 @@ from the same inputs, so to the same bits.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,75 +19,28 @@ from typing import Any, Self
 import torch
 import torch.multiprocessing
 
-from gradalign.engines.group import GroupTrainer, evaluation_rows, groups, named_failure
-from gradalign.engines.jobs import Desk, EvaluationJob, Failure, GradientJob, Job, SumJob, TrainJob, for_whom
+from gradalign.engines.group import GroupTrainer, evaluation_rows, groups
+from gradalign.engines.jobs import (
+    Desk,
+    EvaluationJob,
+    Failure,
+    GradientJob,
+    GradientSumJob,
+    Job,
+    SumJob,
+    TrainJob,
+    for_whom,
+)
+from gradalign.engines.worker import start_method, work
 from gradalign.errors import GradalignError
-from gradalign.fast import keep_freed_memory
 from gradalign.flat import Point
-from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate, Score
+from gradalign.plan import Plan, Shift
+from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
 from gradalign.seeding import quiet_generators
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
 ATTEMPTS = 3
-_PR_SET_PDEATHSIG = 1
-
-
-def start_method() -> str:
-    """Return how workers are started.
-
-    Forking shares the data without copying and asks nothing of user code. Where it is unsafe (autograd may hold
-    CUDA threads; macOS frameworks) workers are spawned and the task must be picklable.
-    """
-    return "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"
-
-
-def _end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this worker when its parent dies, however the parent dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _work(
-    pipe: Connection,
-    inherited: list[Connection],
-    parent: int,
-    task: Task,
-    local: LocalTraining,
-    seed: int,
-    fast: bool,
-    crowd: int,
-    desk: Desk,
-) -> None:
-    """Serve jobs until the pipe closes. Runs in the worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _end_with_parent(parent)
-    for connection in inherited:
-        # A forked worker holds copies of the server's pipe ends; while it does, its siblings never see them close.
-        connection.close()
-    torch.set_num_threads(1)
-    if fast:
-        keep_freed_memory()
-    trainer: GroupTrainer | None = None
-    while True:
-        try:
-            job: Job = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            with named_failure(for_whom(job)):
-                trainer = trainer or GroupTrainer(task, local, seed, fast=fast, crowd=crowd)
-                answer: Any = job.run(trainer, desk)
-        except GradalignError as error:
-            answer = Failure.of(error)
-        try:
-            pipe.send(answer)
-        except OSError:
-            return
 
 
 @dataclass
@@ -128,8 +78,17 @@ class PoolEngine:
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
         trainer = GroupTrainer(task, local, seed, fast=fast, crowd=crowd)
-        self.sums, self._width, self._sum_width = trainer.sums, trainer.width, trainer.sum_width
-        self._desk = Desk(trainer.one.flat.read(), self._slots, max(self._width, self._sum_width))
+        self.sums, self.shelves = trainer.sums, trainer.shelves
+        self._width, self._sum_width = trainer.width, trainer.sum_width
+        self._desk = Desk(
+            trainer.one.flat.read(),
+            self._slots,
+            max(self._width, self._sum_width),
+            shelves=crowd if trainer.shelf_length else 0,
+            shelf_length=trainer.shelf_length,
+            forked=self._context.get_start_method() == "fork",
+        )
+        self._shelf_of: dict[int, int] = {}
         self._wanted = workers
         self._workers: list[_Worker] = []
         try:
@@ -157,7 +116,7 @@ class PoolEngine:
             self.crowd,
             self._desk,
         )
-        process = self._context.Process(target=_work, args=arguments, daemon=True, name="gradalign-worker")
+        process = self._context.Process(target=work, args=arguments, daemon=True, name="gradalign-worker")
         try:
             with quiet_generators(), warnings.catch_warnings():
                 # Python >= 3.12 warns about forking beside threads; a worker touches none of their locks.
@@ -284,16 +243,45 @@ class PoolEngine:
         for job, replies in self._stream(makers):
             yield from zip(job.clients, replies, strict=True)
 
+    def gradient_sums(
+        self, point: Point, clients: Sequence[tuple[int, float]], *, round_index: int, limit: int | None = None
+    ) -> Iterator[tuple[list[int], GroupGradient]]:
+        """Yield (clients, Σ w_i ∇f_i(x)) for groups of clients; keep each one's own."""
+        self._desk.point.copy_(point)
+        self._shelf_of = {client: row for row, (client, _) in enumerate(clients)}
+
+        def maker(group: list[tuple[int, float]]) -> Callable[[int], Job]:
+            return lambda slot: GradientSumJob(
+                slot=slot,
+                clients=[client for client, _ in group],
+                weights=[weight for _, weight in group],
+                shelves=[self._shelf_of[client] for client, _ in group],
+                round_index=round_index,
+                limit=limit,
+            )
+
+        makers = (maker(group) for group in groups(clients, self._sum_width))
+        for job, reply in self._stream(makers):
+            yield job.clients, reply
+
     def train_sums(
-        self, point: Point, plans: Iterable[tuple[int, Plan, float]], *, round_index: int, lr: float
+        self,
+        point: Point,
+        plans: Iterable[tuple[int, Plan, float]],
+        *,
+        round_index: int,
+        lr: float,
+        shift: Shift | None = None,
     ) -> Iterator[tuple[list[int], GroupUpdate]]:
         """Yield (clients, Σ w_i Δ_i) for groups of clients."""
-        self._desk.point.copy_(point)
+        self._desk.point.copy_(point.moved(None if shift is None else shift.common))
 
         def maker(group: list[tuple[int, Plan, float]]) -> Callable[[int], Job]:
             clients, own = [client for client, _, _ in group], [plan for _, plan, _ in group]
             return lambda slot: SumJob(
                 weights=[weight for _, _, weight in group],
+                along=0.0 if shift is None else shift.along,
+                shelves=[] if shift is None else [self._shelf_of[client] for client in clients],
                 each=TrainJob.put(own, self._desk, slot=slot, clients=clients, round_index=round_index, lr=lr),
             )
 

@@ -19,10 +19,10 @@ from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import build_federation, make_federation
 from gradalign.experiment.described import describe
+from gradalign.experiment.federation import Federation
 from gradalign.experiment.holders import holdings_note
 from gradalign.experiment.measure import Measure, Row
 from gradalign.experiment.progress import round_bar
-from gradalign.experiment.rounds import Federation
 from gradalign.experiment.runner import CHECKPOINT_SECONDS, Result, execute
 from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec

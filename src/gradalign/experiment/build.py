@@ -12,7 +12,7 @@ from typing import Any
 
 from gradalign import algorithms, server
 from gradalign.errors import ClientError, GradalignError
-from gradalign.experiment.rounds import Federation
+from gradalign.experiment.federation import Federation
 from gradalign.experiment.spec import AlgorithmSpec, LocalSpec, ScheduleSpec, ServerSpec, Spec
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.schedule import Cosine, OffUntil, Schedule, Steps, Warmup

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from gradalign.experiment.federation import Federation
 from gradalign.experiment.measure import Measure
-from gradalign.experiment.rounds import Federation, probe_clients
+from gradalign.experiment.rounds import probe_clients
 
 TEST_POINTS, TRAIN_POINTS = 50, 20
 SHARE = 0.04  # of the run's own cost, which keeps measuring below 5 % of its time

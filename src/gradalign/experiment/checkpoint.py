@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gradalign.errors import GradalignError
+from gradalign.experiment.federation import ServerState, Totals
 from gradalign.experiment.files import write_atomically
-from gradalign.experiment.rounds import ServerState, Totals
 from gradalign.flat import Point
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from gradalign.experiment.federation import Federation
 from gradalign.experiment.measure import Measure
-from gradalign.experiment.rounds import Federation
 from gradalign.tasks.task import plain_value
 
 

@@ -12,7 +12,8 @@ from gradalign.alignment import alignment_of
 from gradalign.engines import Engine
 from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, GradalignError
-from gradalign.experiment.rounds import Federation, ServerState, probe_clients
+from gradalign.experiment.federation import Federation, ServerState
+from gradalign.experiment.rounds import probe_clients
 
 Row = dict[str, Any]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,85 +17,13 @@ from gradalign.alignment import weighted_mean
 from gradalign.engines import Engine, RemoteEngine, SummingEngine
 from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, TooFewClientsError
+from gradalign.experiment.federation import Federation, ServerState, Totals
+from gradalign.experiment.tally import Tally
 from gradalign.flat import Point, all_finite
-from gradalign.plan import ClientView, Combination
-from gradalign.replies import ClientUpdate, GroupUpdate
+from gradalign.plan import ClientView, Plan, Shift
+from gradalign.replies import ClientUpdate
 from gradalign.schedule import value_at
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.server import Memory
-from gradalign.tasks.task import Task
-from gradalign.training import LocalTraining
-
-
-@dataclass(frozen=True, kw_only=True)
-class Federation:
-    """What stays the same over all rounds.
-
-    Attributes:
-        task: What is trained.
-        algorithm: The plan of every round.
-        local: How a client trains.
-        per_round: |S|, the number of clients sampled each round.
-        by_examples: Weight clients by their number of examples instead of uniformly, in ḡ and in the average.
-        dropout: The chance that a sampled client falls silent between the gradient phase and its report.
-        seed: The seed of everything random.
-        fast: Whether engines may use ways of computing that are the same up to rounding.
-        min_fraction: The share of the sampled clients that must answer each phase for the round to count.
-    """
-
-    task: Task
-    algorithm: Combination
-    local: LocalTraining
-    per_round: int
-    by_examples: bool = False
-    dropout: float = 0.0
-    seed: int = 0
-    fast: bool = True
-    min_fraction: float = 0.0
-
-    def sample(self, round_index: int) -> list[int]:
-        """Return this round's clients, in ascending order: uniform, without replacement, in O(|S|) time."""
-        clients = len(self.task.clients)
-        if self.per_round == clients:
-            return list(range(clients))
-        stream = numpy_stream(self.seed, Purpose.SAMPLE_CLIENTS, round_index)
-        return sorted(int(i) for i in stream.choice(clients, self.per_round, replace=False, shuffle=False))
-
-    def silent(self, round_index: int, client: int) -> bool:
-        """Return whether this client drops out of this round after the gradient phase."""
-        if not self.dropout:
-            return False
-        return bool(numpy_stream(self.seed, Purpose.DROPOUT_OF_CLIENTS, round_index, client).random() < self.dropout)
-
-    def weight(self, client: int) -> float:
-        """Return the client's weight before normalisation."""
-        return float(len(self.task.client(client, self.seed))) if self.by_examples else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """What has been spent since round 0."""
-
-    communication_rounds: int = 0
-    local_updates: int = 0
-    examples: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerState:
-    """Everything a run carries from round to round."""
-
-    point: Point
-    round: int = 0
-    memory: Memory = field(default_factory=dict)
-    """The server rule's."""
-    shared: Mapping[str, Tensor] = field(default_factory=dict)
-    """The server's vector of each keeping algorithm, float64."""
-    kept: Mapping[str, dict[int, Tensor]] = field(default_factory=dict)
-    """The clients' vectors of each keeping algorithm; only clients that were seen have one."""
-    totals: Totals = field(default_factory=Totals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,49 +61,6 @@ def _diverged(what: str, round_index: int, where: str, federation: Federation) -
     )
 
 
-class _Tally:
-    """Sums the replies in client order, in float64, and counts what was spent."""
-
-    def __init__(self, state: ServerState) -> None:
-        self.update = torch.zeros(state.point.x.shape, dtype=torch.float64)
-        self.floats = torch.zeros(state.point.floats.shape, dtype=torch.float64)
-        self.ints = state.point.ints
-        self.kept_change: dict[str, Tensor] = {}
-        self.kept: dict[str, dict[int, Tensor]] = {}
-        self.weight = 0.0
-        self.loss = 0.0
-        self.reported = 0
-        self.steps = 0
-        self.examples = 0
-
-    def add(self, reply: ClientUpdate, weight: float) -> None:
-        self.update.add_(reply.update.cpu(), alpha=weight)
-        self.floats.add_(reply.floats, alpha=weight)
-        if not self.reported:
-            self.ints = reply.ints.clone()
-        self.weight += weight
-        self.loss += weight * reply.loss
-        self.reported += 1
-        self.steps += reply.steps
-        self.examples += reply.examples
-
-    def add_sum(self, reply: GroupUpdate) -> None:
-        self.update.add_(reply.update.cpu())
-        self.floats.add_(reply.floats)
-        if not self.reported:
-            self.ints = reply.ints.clone()
-        self.weight += sum(reply.weights)
-        self.loss += sum(weight * loss for weight, loss in zip(reply.weights, reply.losses, strict=True))
-        self.reported += len(reply.losses)
-        self.steps += reply.steps
-        self.examples += reply.examples
-
-    def add_kept(self, label: str, client: int, old: Tensor, new: Tensor, weight: float) -> None:
-        self.kept.setdefault(label, {})[client] = new
-        change = self.kept_change.setdefault(label, torch.zeros(new.shape, dtype=torch.float64))
-        change.add_(new - old, alpha=weight)
-
-
 class _Round:
     """The working memory of one round."""
 
@@ -188,11 +73,16 @@ class _Round:
         self.total_weight = sum(self.weights.values())
         self.gradients: dict[int, Tensor] = {}
         self.mean_gradient: Tensor | None = None
+        self.shift: Shift | None = None
         self.zero = torch.zeros_like(state.point.x)
         self.shared = {name: vector.to(self.zero.dtype) for name, vector in state.shared.items()}
 
     def gradient_phase(self, engine: Engine, known: Mapping[int, Tensor]) -> None:
         """Gather g_i and ḡ; clients that do not answer leave the round."""
+        if isinstance(engine, SummingEngine) and self.sums_suffice(engine) and engine.shelves(self.clients):
+            shiftable = self.algorithm.shift(torch.empty(0)) is not None
+            if shiftable:
+                return self.sum_gradients(engine)
         self.gradients = gather_gradients(self.federation, engine, self.state, self.clients, known)
         self.clients = list(self.gradients)
         self.require_enough(len(self.clients), "gradient phase", engine)
@@ -200,6 +90,31 @@ class _Round:
         self.total_weight = sum(weights)
         mean = weighted_mean(list(self.gradients.values()), weights)
         self.mean_gradient = mean.to(self.state.point.x.dtype)
+
+    def sums_suffice(self, engine: SummingEngine) -> bool:
+        """Return whether nothing of single clients is asked for."""
+        return engine.sums and not self.algorithm.keepers
+
+    def sum_gradients(self, engine: SummingEngine) -> None:
+        """Gather ḡ alone: the clients' displacements are made where their gradients are."""
+        total = torch.zeros(self.state.point.x.shape, dtype=torch.float64)
+        weighted = [(client, self.weights[client]) for client in self.clients]
+        limit = self.federation.local.gradient_examples
+        for clients, reply in engine.gradient_sums(
+            self.state.point, weighted, round_index=self.state.round, limit=limit
+        ):
+            self.require_finite("gradient", clients, reply.losses, reply.gradient)
+            total.add_(reply.gradient.cpu())
+        self.mean_gradient = total.div_(self.total_weight).to(self.state.point.x.dtype)
+        self.shift = self.algorithm.shift(self.mean_gradient)
+
+    def require_finite(self, what: str, clients: Sequence[int], losses: Sequence[float], vector: Tensor) -> None:
+        """Say which client of a group diverged, when one did."""
+        if math.isfinite(sum(losses)) and all_finite(vector):
+            return
+        lost = [client for client, loss in zip(clients, losses, strict=True) if not math.isfinite(loss)]
+        where = f"at client {lost[0]}" if lost else f"at one of the clients {clients[0]} to {clients[-1]}"
+        raise _diverged(what, self.state.round, where, self.federation)
 
     def view(self, client: int, label: str) -> ClientView:
         """Return what the named algorithm sees of this client."""
@@ -234,6 +149,10 @@ class _Round:
             if not self.federation.silent(self.state.round, client):
                 yield client, {part.label: self.view(client, part.label) for part in self.algorithm.parts}
 
+    def plan(self, views: dict[str, ClientView]) -> Plan:
+        """Return a client's plan; a shift says all there is to say."""
+        return Plan() if self.shift is not None else self.algorithm.plan(views)
+
     def train(self, engine: Engine) -> Iterator[tuple[int, ClientUpdate]]:
         """Have plans made, here or at the clients, and carried out."""
         point, when = self.state.point, self.state.round
@@ -242,11 +161,11 @@ class _Round:
         plans = ((client, self.algorithm.plan(views)) for client, views in self.views())
         return engine.train(point, plans, round_index=when, lr=self.lr)
 
-    def train_phase(self, engine: Engine) -> _Tally:
+    def train_phase(self, engine: Engine) -> Tally:
         """Let the clients train and add up what they report."""
-        if isinstance(engine, SummingEngine) and engine.sums and not self.algorithm.keepers:
+        if isinstance(engine, SummingEngine) and self.sums_suffice(engine):
             return self.train_in_groups(engine)
-        tally = _Tally(self.state)
+        tally = Tally(self.state)
         for client, reply in self.train(engine):
             if not math.isfinite(reply.loss) or not all_finite(reply.update):
                 raise _diverged("loss", self.state.round, f"at client {client}", self.federation)
@@ -259,19 +178,18 @@ class _Round:
         self.require_enough(tally.reported, "training phase", engine)
         return tally
 
-    def train_in_groups(self, engine: SummingEngine) -> _Tally:
+    def train_in_groups(self, engine: SummingEngine) -> Tally:
         """Let the clients train and add up the sums of neighbours: nothing of single clients is kept."""
-        tally = _Tally(self.state)
-        plans = ((client, self.algorithm.plan(views), self.weights[client]) for client, views in self.views())
-        for clients, reply in engine.train_sums(self.state.point, plans, round_index=self.state.round, lr=self.lr):
-            if not math.isfinite(sum(reply.losses)) or not all_finite(reply.update):
-                lost = [client for client, loss in zip(clients, reply.losses, strict=True) if not math.isfinite(loss)]
-                where = f"at client {lost[0]}" if lost else f"at one of the clients {clients[0]} to {clients[-1]}"
-                raise _diverged("loss", self.state.round, where, self.federation)
+        tally = Tally(self.state)
+        plans = ((client, self.plan(views), self.weights[client]) for client, views in self.views())
+        for clients, reply in engine.train_sums(
+            self.state.point, plans, round_index=self.state.round, lr=self.lr, shift=self.shift
+        ):
+            self.require_finite("loss", clients, reply.losses, reply.update)
             tally.add_sum(reply)
         return tally
 
-    def spent(self, tally: _Tally) -> Totals:
+    def spent(self, tally: Tally) -> Totals:
         """Return the totals after this round."""
         phases = 2 if self.algorithm.needs_gradients else 1
         point, vector = self.state.point.nbytes, self.zero.numel() * self.zero.element_size()
@@ -288,7 +206,7 @@ class _Round:
             bytes_up=before.bytes_up + len(self.clients) * gradient + tally.reported * (point + extra),
         )
 
-    def close(self, tally: _Tally) -> ServerState:
+    def close(self, tally: Tally) -> ServerState:
         """Take the server's step."""
         state, total = self.state, len(self.federation.task.clients)
         after = replace(state, round=state.round + 1, totals=self.spent(tally))

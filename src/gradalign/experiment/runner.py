@@ -19,9 +19,10 @@ from gradalign._version import __version__
 from gradalign.engines import Engine, RemoteEngine
 from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
 from gradalign.experiment.cadence import settle
+from gradalign.experiment.federation import Federation, ServerState
 from gradalign.experiment.files import MODEL
 from gradalign.experiment.measure import Measure, Row, measured_at
-from gradalign.experiment.rounds import Federation, RoundFacts, ServerState, play_round
+from gradalign.experiment.rounds import RoundFacts, play_round
 from gradalign.experiment.store import RunFolder, read_metrics
 from gradalign.flat import FlatModel
 

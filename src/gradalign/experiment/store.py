@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradalign.errors import ClientError, DivergedError, GradalignError, LostRankError, TooFewClientsError
 from gradalign.experiment.checkpoint import load_checkpoint, save_checkpoint
+from gradalign.experiment.federation import ServerState
 from gradalign.experiment.files import (
     CHECKPOINT,
     FAILURE,
@@ -34,7 +35,6 @@ from gradalign.experiment.files import (
     write_atomically,
     write_whole,
 )
-from gradalign.experiment.rounds import ServerState
 
 
 def write_json(path: Path, data: Any) -> None:

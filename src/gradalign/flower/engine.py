@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
-from gradalign.experiment.rounds import Federation
+from gradalign.experiment.federation import Federation
 from gradalign.flat import Point
 from gradalign.flower.client import client_app
 from gradalign.flower.exchange import Answers, Exchange, Patience, Roster, logger

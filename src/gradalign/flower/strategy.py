@@ -15,8 +15,8 @@ from gradalign.errors import GradalignError
 from gradalign.experiment.api import Where, conduct
 from gradalign.experiment.build import make_federation
 from gradalign.experiment.described import describe
+from gradalign.experiment.federation import Federation
 from gradalign.experiment.measure import Measure, Row
-from gradalign.experiment.rounds import Federation
 from gradalign.experiment.runner import CHECKPOINT_SECONDS, Result
 from gradalign.flower.engine import FlowerEngine
 from gradalign.flower.exchange import Exchange, Patience, Roster, logger

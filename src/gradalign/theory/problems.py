@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from gradalign.alignment import Probe, mean_gradient
 from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
-from gradalign.experiment.rounds import Federation, ServerState, play_round
+from gradalign.experiment.federation import Federation, ServerState
+from gradalign.experiment.rounds import play_round
 from gradalign.flat import Point
 from gradalign.plan import Algorithm, ClientView, combine
 from gradalign.seeding import Purpose, torch_stream

@@ -1,0 +1,230 @@
+"""Clients in lockstep: the plain loop's numbers up to rounding, the same bits for any number of workers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import gradalign as ga
+from conftest import vector
+from gradalign.cohort.eligible import lockstep_model
+from gradalign.cohort.large import LargeWeight, large_product
+from gradalign.cohort.shelf import Shelf
+from gradalign.engines.group import GroupTrainer
+from gradalign.engines.local import InProcessEngine
+from gradalign.engines.pool import PoolEngine
+from gradalign.experiment.federation import Federation, ServerState
+from gradalign.experiment.rounds import play_round
+from gradalign.flat import FlatModel
+from gradalign.plan import ClientView, combine
+
+LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=8)
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, bias=False), nn.ReLU(),
+        nn.Flatten(), nn.Linear(256, 600), nn.Tanh(), nn.Linear(600, 5),
+    )  # fmt: skip
+
+
+def wide() -> nn.Module:
+    """A large first layer, whose inputs need no gradient, and a large one without a bias."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(432, 400), nn.ReLU(), nn.Linear(400, 350, bias=False), nn.Linear(350, 5)
+    )
+
+
+def task_of(model, sizes: tuple[int, ...] = (20, 20, 9, 15, 31), clients: int = 33, **more) -> ga.Task:
+    generator = torch.Generator().manual_seed(0)
+    counts = [sizes[i % len(sizes)] for i in range(clients)]
+    data = [
+        (torch.randn(n, 3, 12, 12, generator=generator), torch.randint(5, (n,), generator=generator)) for n in counts
+    ]
+    return ga.Task(model=model, clients=data, test=data[0], **more)
+
+
+def runs(task: ga.Task, algorithm, local: ga.LocalTraining, **options):
+    settings = {"rounds": 2, "local": local, "clients_per_round": 28, "weights": "examples", **options}
+    return [ga.run(task, algorithm, workers=0, fast=fast, **settings) for fast in (True, False)]
+
+
+def close(fast, plain) -> None:
+    a, b = vector(fast), vector(plain)
+    assert float((a - b).norm()) < 1e-5 * float(b.norm())
+    assert not torch.equal(a, b), "both took the same path"
+    for name in ("local_updates", "examples", "bytes_up", "communication_rounds"):
+        assert fast.history[name] == plain.history[name]
+    for name in ("train_loss", "local_loss", "test_loss"):
+        expected = [value for value in plain.history[name] if value is not None]
+        assert [value for value in fast.history[name] if value is not None] == pytest.approx(expected, rel=1e-4)
+
+
+ALGORITHMS = [
+    ga.FedAvg(),
+    ga.FedGA(beta=0.2),
+    ga.FedGA(beta=0.2, form="step") + ga.FedAdam(lr=0.05),
+    ga.FedGA(beta=0.2) + ga.FedProx(mu=0.3),
+    ga.Scaffold(),
+]
+
+
+@pytest.mark.parametrize("model", [convolutional, wide])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: combine(a).label)
+def test_lockstep_agrees_with_the_per_client_loop(model, algorithm):
+    task = task_of(model)
+    trainer = GroupTrainer(task, LOCAL, 0, crowd=28)
+    assert trainer.lockstep is not None
+    assert trainer.shelves(range(28)), "so few examples should fit"
+    close(*runs(task, algorithm, LOCAL))
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        ga.LocalTraining(lr=0.1, steps=4, batch_size=7, gradient_examples=6),
+        ga.LocalTraining(lr=0.1, epochs=4, batch_size=8),
+        ga.LocalTraining(lr=0.1, steps=2, batch_size=5, weight_decay=0.1, momentum=0.5),
+    ],
+    ids=["limited gradient", "too many rows for a shelf", "not plain"],
+)
+def test_other_local_settings_agree_too(local):
+    task = task_of(convolutional)
+    for algorithm in (ga.FedAvg(), ga.FedGA(beta=0.2)):
+        fast, plain = runs(task, algorithm, local)
+        a, b = vector(fast), vector(plain)
+        assert float((a - b).norm()) < 1e-5 * float(b.norm())
+
+
+def test_dropout_between_the_phases_leaves_the_others_gradients_where_they_are():
+    close(*runs(task_of(convolutional), ga.FedGA(beta=0.2), LOCAL, dropout=0.4, rounds=3))
+
+
+@pytest.mark.parametrize("algorithm", [ga.FedAvg(), ga.FedGA(beta=0.2)], ids=["fedavg", "fedga"])
+def test_bits_do_not_depend_on_the_number_of_workers(algorithm):
+    task = task_of(convolutional)
+    found = [
+        vector(ga.run(task, algorithm, rounds=2, local=LOCAL, clients_per_round=27, workers=n)) for n in (0, 1, 2, 3)
+    ]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_spawned_workers_have_shelves_too():
+    task = ga.Task(model=wide, clients=task_of(wide).clients)
+    clients = [(client, 1.0) for client in range(28)]
+    sums = []
+    for engine in (
+        InProcessEngine(task, LOCAL, 0, crowd=28),
+        PoolEngine(task, LOCAL, 0, 2, crowd=28, method="spawn"),
+    ):
+        with engine:
+            point = GroupTrainer(task, LOCAL, 0).one.flat.read()
+            found = engine.gradient_sums(point, clients, round_index=0)
+            sums.append([reply.gradient.clone() for _, reply in found])
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
+def test_a_diverging_client_is_named():
+    task = task_of(convolutional)
+    task.client(17).tensors[0].fill_(math.inf)
+    start = ServerState(point=FlatModel(task.make_model(0)).read())
+    for algorithm in (ga.FedAvg(), ga.FedGA(beta=0.2)):
+        federation = Federation(task=task, algorithm=combine(algorithm), local=LOCAL, per_round=33)
+        with (
+            InProcessEngine(task, LOCAL, 0, crowd=33) as engine,
+            pytest.raises(ga.GradalignError, match="in round 1 at client 17 "),
+        ):
+            play_round(federation, engine, start)
+
+
+def test_what_cannot_go_in_lockstep_takes_the_per_client_path():
+    def hooked() -> nn.Module:
+        model = wide()
+        model[1].weight.register_hook(lambda gradient: 2 * gradient)
+        return model
+
+    assert lockstep_model(task_of(wide), LOCAL, 0) is not None
+    assert lockstep_model(task_of(wide), ga.LocalTraining(batch_size=100), 0) is None
+    assert lockstep_model(task_of(wide), ga.LocalTraining(), 0) is None
+    assert lockstep_model(task_of(hooked), LOCAL, 0) is None
+    assert lockstep_model(task_of(lambda: nn.Sequential(*wide(), nn.Dropout())), LOCAL, 0) is None
+    assert lockstep_model(task_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(432, 5))), LOCAL, 0) is None
+    assert lockstep_model(task_of(wide, loss=nn.CrossEntropyLoss(label_smoothing=0.1)), LOCAL, 0) is None
+    assert lockstep_model(task_of(wide, augment=lambda batch: batch), LOCAL, 0) is None
+    assert GroupTrainer(task_of(wide), LOCAL, 0, crowd=10).lockstep is None, "a few clients train one by one"
+    assert GroupTrainer(task_of(wide), LOCAL, 0, crowd=28, fast=False).lockstep is None
+    assert not GroupTrainer(task_of(wide, sizes=(1500,)), LOCAL, 0, crowd=28).shelves([0])
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.booleans())
+def test_a_large_weight_is_what_its_factors_say(clients, rows, given_rows, shared):
+    """Against the matrices written out, for steps of −lr times the gradient of half the outputs' squares."""
+    generator = torch.Generator().manual_seed(clients + 10 * rows)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    start = draw(4, 3) if shared else draw(clients, 4, 3)
+    weight = LargeWeight(start, draw(clients, given_rows, 4), draw(clients, given_rows, 3), -0.1)
+    written = start + weight.outwards.mT @ weight.inputs
+    before = written.clone()
+    for _ in range(3):
+        inputs = draw(clients, rows, 3).requires_grad_()
+        outputs = large_product(inputs, weight)
+        expected = inputs.detach() @ written.mT
+        assert torch.allclose(outputs, expected)
+        outputs.square().sum().div(2).backward()
+        assert torch.allclose(inputs.grad, expected @ written)
+        written = written - 0.1 * expected.mT @ inputs.detach()
+    shares, out = draw(clients), torch.empty(4, 3, dtype=torch.float64)
+    weight.sum_of_steps(shares, out)
+    assert torch.allclose(out, torch.einsum("c,coi->oi", shares, written - before))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.floats(-2, 2))
+def test_a_shelf_gives_back_what_was_put(rows, along):
+    generator = torch.Generator().manual_seed(len(rows))
+    shapes, large = [torch.Size([4, 3]), torch.Size([2])], [True, False]
+    count, most = len(rows), max(rows)
+    outwards = torch.randn(count, most, 4, generator=generator)
+    for client, own in enumerate(rows):
+        outwards[client, own:] = 0.0
+    inputs, bias = torch.randn(count, most, 3, generator=generator), torch.randn(count, 2, generator=generator)
+    shelf = Shelf(shapes, large, most_rows=6)
+    shelves = [torch.full((shelf.length,), math.nan) for _ in rows]
+    shelf.put([LargeWeight(torch.zeros(4, 3), outwards, inputs, 1.0), bias], rows, shelves)
+    at = LargeWeight.at(torch.zeros(4, 3), count, 1.0)
+    weight, moved = shelf.displace([at, torch.ones(count, 2)], along, shelves)
+    assert torch.allclose(weight.outwards.mT @ weight.inputs, along * outwards.mT @ inputs, atol=1e-5)
+    assert torch.allclose(moved, 1.0 + along * bias)
+
+
+@given(st.floats(0, 3), st.integers(1, 6))
+def test_a_shift_is_the_plan_and_sums_to_zero(beta, clients):
+    generator = torch.Generator().manual_seed(clients)
+    gradients = torch.randn(clients, 7, generator=generator, dtype=torch.float64)
+    weights = torch.rand(clients, generator=generator, dtype=torch.float64) + 0.1
+    shares = weights / weights.sum()
+    mean = shares @ gradients
+    algorithm = ga.FedGA(beta=beta) + ga.FedAvg() + ga.FedAdam()
+    shift = algorithm.shift(mean)
+    assert shift is not None
+    shifted = shift.common + shift.along * gradients
+    for own, share, displacement in zip(gradients, shares, shifted, strict=True):
+        view = ClientView(x=mean, lr=0.1, weight=float(share), participants=clients, gradient=own, mean_gradient=mean)
+        planned = ga.FedGA(beta=beta).plan(view).displacement
+        assert torch.allclose(displacement, torch.zeros(7, dtype=torch.float64) if planned is None else planned)
+    assert float((shares @ shifted).norm()) < 1e-12
+    assert (algorithm + ga.FedProx(mu=0.1)).shift(mean) is None
+    assert combine(ga.Scaffold()).shift(mean) is None
+
+
+def test_a_variant_of_fedga_keeps_its_own_plan():
+    class Twice(ga.FedGA):
+        def plan(self, view):
+            return super().plan(view) + super().plan(view)
+
+    assert Twice(beta=0.1).shift(torch.zeros(3)) is None
+    close(*runs(task_of(convolutional), Twice(beta=0.1), LOCAL))
