@@ -44,12 +44,14 @@ def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tens
 def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return (client, example) row numbers, short batches filled up with rows of weight zero."""
     longest = max(len(rows) for rows in per_client)
-    full = all(len(rows) == longest for rows in per_client)
-    table = torch.tensor(starts).unsqueeze(1).repeat(1, longest)
-    weights = None if full else torch.zeros(len(per_client), longest, dtype=dtype)
+    first = torch.tensor(starts).unsqueeze(1)
+    if all(len(rows) == longest for rows in per_client):
+        return torch.stack(list(per_client)).add_(first), None
+    table = first.repeat(1, longest)
+    weights = torch.zeros(len(per_client), longest, dtype=dtype)
     for client, rows in enumerate(per_client):
-        table[client, : len(rows)] += rows
-        if weights is not None and len(rows):
+        if len(rows):
+            table[client, : len(rows)] += rows
             weights[client, : len(rows)] = 1.0 / len(rows)
     return table, weights
 

@@ -205,6 +205,8 @@ class CohortTrainer:
         if shift is not None and not inside:
             y.add_(shift)
         start = z.clone()
+        if constant is None and not (pull or local.weight_decay or local.momentum or local.clip_norm or inside):
+            return z, start, self._walk_bare(z, count, inputs, targets, batches, lr)
         direction = torch.zeros_like(y)
         leaves = self._leaves(y, direction, count)
         velocity: Tensor | None = None
@@ -219,6 +221,19 @@ class CohortTrainer:
             move = direction if velocity is None else velocity
             z.add_(move if active is None else self._spread_scalars(active) * move, alpha=-lr)
         return z, start, total
+
+    def _walk_bare(self, z: Tensor, count: int, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Tensor:
+        """Take all steps when a step is nothing but z ← z − lr·∇f(z), moving ``z``; return the summed losses."""
+        blocks = self._blocks(z, count)
+        leaves = [block.detach().requires_grad_() for block in blocks]
+        total = torch.zeros(count, dtype=torch.float64)
+        for rows, weights in zip(batches.rows, batches.weights, strict=True):
+            losses = client_losses(self._outputs(leaves, inputs[rows]), targets[rows], weights)
+            # A client that is done has examples of weight zero only, and so gradients of zero.
+            for block, gradient in zip(blocks, torch.autograd.grad(losses.sum(), leaves), strict=True):
+                block.add_(gradient, alpha=-lr)
+            total += losses.detach()
+        return total
 
     def _given(self, vectors: list[Tensor | None], like: Tensor) -> Tensor | None:
         return None if all(vector is None for vector in vectors) else self._store(vectors, like)
