@@ -32,13 +32,13 @@ class Slot:
 
 
 def _shared(*shape: int, dtype: torch.dtype, forked: bool) -> Tensor:
-    """Return zeros that worker processes see; with forked workers they take no memory before they are touched."""
+    """Return zeros that worker processes see; most systems give them memory only where they are touched."""
     size = math.prod(shape) * dtype.itemsize
-    if not forked or not size:
-        zeros = torch.zeros(shape, dtype=dtype)
-        zeros.share_memory_()
-        return zeros
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    if forked and size:
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    zeros = torch.empty(0, dtype=dtype)
+    zeros.set_(torch.UntypedStorage._new_shared(size))  # type: ignore[no-untyped-call]  # fresh pages are zeros
+    return zeros.view(shape)
 
 
 class Desk:
