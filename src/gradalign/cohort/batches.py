@@ -14,6 +14,8 @@ from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.data import TensorExamples
 from gradalign.training import LocalTraining
 
+IGNORED = -100  # torch's mark of a label that does not count
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
@@ -87,6 +89,21 @@ def plan_batches(
 
 
 def client_losses(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return each client's mean cross-entropy over its batch; outputs are (client, example, class)."""
+    """Return each client's mean cross-entropy over its batch, as torch has it; outputs are (client, example, class)."""
     each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    if bool((targets == IGNORED).any()):
+        return _mean_of_counted(each, targets, weights)
     return each.mean(dim=1) if weights is None else (each * weights).sum(dim=1)
+
+
+def _mean_of_counted(each: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the mean over the examples whose label is not to be ignored; zero for a client without examples."""
+    here = torch.ones_like(each) if weights is None else (weights > 0).to(each.dtype)
+    counted = here * (targets != IGNORED)
+    number = counted.sum(dim=1)
+    return (each * counted).sum(dim=1) / torch.where(here.any(dim=1), number, torch.ones_like(number))
+
+
+def strays(vectors: Sequence[Tensor]) -> Tensor:
+    """Return for each client whether any of its numbers is not finite; tensors are (client, ...)."""
+    return torch.stack([~torch.isfinite(vector.flatten(1)).all(dim=1) for vector in vectors]).any(dim=0)

@@ -28,21 +28,27 @@ class LargeWeight:
         out, into = start.shape[-2:]
         return cls(start, start.new_empty(clients, 0, out), start.new_empty(clients, 0, into), factor)
 
+    def by_client(self, rows: Tensor) -> Tensor:
+        """Return rows, client after client, as (client, example, feature)."""
+        return rows.view(len(self.inputs), -1, rows.shape[-1])
+
     def times(self, rows: Tensor, *, backward: bool) -> Tensor:
-        """Return rows·Wᵀ for every client, or rows·W when going backward; rows are (client, example, feature)."""
-        clients, examples, _ = rows.shape
+        """Return rows·Wᵀ, or rows·W when going backward; rows are the clients' examples, client after client."""
         start = self.start if backward else self.start.mT
-        shared = start.ndim == 2
-        product = (rows.flatten(0, 1) @ start).view(clients, examples, -1) if shared else torch.bmm(rows, start)
+        product, each = rows.new_empty(len(rows), start.shape[-1]), self.by_client(rows)
+        if start.ndim == 2:
+            torch.mm(rows, start, out=product)
+        else:
+            torch.bmm(each, start, out=self.by_client(product))
         if self.inputs.shape[1]:
             first, second = (self.outwards, self.inputs) if backward else (self.inputs, self.outwards)
-            product.baddbmm_(torch.bmm(rows, first.mT), second)
+            self.by_client(product).baddbmm_(torch.bmm(each, first.mT), second)
         return product
 
     def step(self, outwards: Tensor, inputs: Tensor) -> None:
         """Move every client's weight by factor·outwardsᵀ·inputs, its gradient being outwardsᵀ·inputs."""
-        self.outwards = torch.cat([self.outwards, self.factor * outwards], dim=1)
-        self.inputs = torch.cat([self.inputs, inputs], dim=1)
+        self.outwards = torch.cat([self.outwards, self.by_client(self.factor * outwards)], dim=1)
+        self.inputs = torch.cat([self.inputs, self.by_client(inputs)], dim=1)
 
     def sum_of_steps(self, shares: Tensor, out: Tensor) -> None:
         """Write Σ w_i of what client i's steps have added to ``out``."""
@@ -54,27 +60,27 @@ class _LargeProduct(torch.autograd.Function):
     """A linear layer over all clients' rows that moves its weight by a step as soon as backward has passed it."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: LargeWeight) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: LargeWeight, inwards_wanted: bool) -> Tensor:
         ctx.save_for_backward(inputs)
-        ctx.weight = weight
+        ctx.weight, ctx.inwards_wanted = weight, inwards_wanted
         return weight.times(inputs, backward=False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
-        (inputs,), weight = ctx.saved_tensors, ctx.weight
-        inwards = weight.times(gradients[0], backward=True) if ctx.needs_input_grad[0] else None
-        weight.step(gradients[0], inputs)
-        return inwards, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        (inputs,), weight, outwards = ctx.saved_tensors, ctx.weight, gradients[0].contiguous()
+        inwards = weight.times(outwards, backward=True) if ctx.inwards_wanted else None
+        weight.step(outwards, inputs)
+        return inwards, None, None
 
 
 def large_product(rows: Tensor, weight: LargeWeight) -> Tensor:
-    """Return each client's rows times its weight; backward takes the weight's step.
+    """Return each client's rows times its weight, client after client; backward takes the weight's step.
 
     The weight is not a tensor of autograd's: rows that need no gradient (a first layer's) are made to need one, or
     backward would never come by.
     """
-    if not rows.requires_grad:
-        rows = rows.detach().requires_grad_()
-    outputs: Tensor = _LargeProduct.apply(rows, weight)  # type: ignore[no-untyped-call]
+    wanted = rows.requires_grad
+    rows = rows if wanted else rows.detach().requires_grad_()
+    outputs: Tensor = _LargeProduct.apply(rows, weight, wanted)  # type: ignore[no-untyped-call]
     return outputs

@@ -14,15 +14,17 @@ Only steps without momentum, decay, clipping, correction or pull are of this for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches
+from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches, strays
 from gradalign.cohort.large import LargeWeight, large_product
 from gradalign.cohort.shelf import Shelf
+from gradalign.flat import all_finite
 from gradalign.local import gradient_rows
 from gradalign.outer import LARGE
 from gradalign.plan import Plan
@@ -45,11 +47,10 @@ class LockstepTrainer:
         self.sizes = [shape.numel() for shape in self.shapes]
         self.large = [_is_large(layer) and p.ndim == 2 for layer in model for p in layer.parameters()]
         self.dtype = next(model.parameters()).dtype
-        self.plain = not local.momentum and not local.weight_decay and local.clip_norm is None
         # A thin product of n rows costs n(in + out), the whole one in·out.
         pairs = [shape for shape, large in zip(self.shapes, self.large, strict=True) if large]
         self.most_rows = min(a * b // (2 * (a + b)) for a, b in pairs)
-        self.shelf = Shelf(self.shapes, self.large, self.most_rows)
+        self.shelf = Shelf(self.shapes, self.large)
 
     def takes(self, plans: Sequence[Plan], examples: Sequence[TensorExamples]) -> bool:
         """Return whether these clients can and should train in this way."""
@@ -58,11 +59,14 @@ class LockstepTrainer:
 
     def fits(self, sizes: Sequence[int], *, shelved: bool = False) -> bool:
         """Return whether clients of these sizes add few enough rows to a large weight, with their gradient's or not."""
-        limit = self.local.gradient_examples
         rows = [self.local.steps_for(size) * self.local.batch_for(size) for size in sizes]
         if shelved:
-            rows = [own + min(size, limit or size) for own, size in zip(rows, sizes, strict=True)]
-        return self.plain and max(rows) <= self.most_rows and max(sizes) <= MOST_EXAMPLES
+            rows = [own + self.gradient_rows(size) for own, size in zip(rows, sizes, strict=True)]
+        return max(rows) <= self.most_rows and max(sizes) <= MOST_EXAMPLES
+
+    def gradient_rows(self, size: int) -> int:
+        """Return how many rows the gradient of a client of this size has in a large weight's factors."""
+        return min(size, self.local.gradient_examples or size)
 
     def gradient_sum(
         self,
@@ -88,7 +92,7 @@ class LockstepTrainer:
         counts = [len(taken) for taken in rows]
         found = [one if isinstance(one, LargeWeight) else _taken(one) for one in own]
         self.shelf.put(found, counts, shelves)
-        self._sum(found, torch.tensor(weights, dtype=self.dtype), out)
+        losses += self._sum(found, torch.tensor(weights, dtype=self.dtype), out)
         return GroupGradient(gradient=out, losses=losses.tolist())
 
     def train_sum(
@@ -122,7 +126,7 @@ class LockstepTrainer:
         ways = [
             a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in zip(own, before, strict=True)
         ]
-        self._sum(ways, torch.tensor(weights, dtype=self.dtype), out)
+        total += self._sum(ways, torch.tensor(weights, dtype=self.dtype), out)
         return GroupUpdate(
             update=out,
             floats=torch.empty(0, dtype=self.dtype),
@@ -180,19 +184,26 @@ class LockstepTrainer:
             if isinstance(layer, nn.Conv2d):
                 inputs = _convolutions(layer, inputs, next(left), next(left) if layer.bias is not None else None)
             elif isinstance(layer, nn.Linear):
-                rows = inputs.view(clients, -1, inputs.shape[-1])
-                inputs = _linear(rows, next(left), next(left) if layer.bias is not None else None).flatten(0, 1)
+                inputs = _linear(inputs, clients, next(left), next(left) if layer.bias is not None else None)
             else:
                 inputs = layer(inputs)
         return inputs.view(clients, -1, inputs.shape[-1])
 
-    def _sum(self, vectors: Own, shares: Tensor, out: Tensor) -> None:
-        """Write Σ w_i of the clients' vectors, or of what their steps have added to large weights."""
+    def _sum(self, vectors: Own, shares: Tensor, out: Tensor) -> Tensor:
+        """Write Σ w_i of the clients' vectors, or of what their steps have added to large weights.
+
+        Return zero for every client, NaN for those that have spoiled the sum.
+        """
         for piece, shape, each in zip(out.split(self.sizes), self.shapes, vectors, strict=True):
             if isinstance(each, LargeWeight):
                 each.sum_of_steps(shares, piece.view(shape))
             else:
                 piece.view(shape).copy_(torch.tensordot(shares, each, dims=1))
+        clean = torch.zeros(len(shares), dtype=torch.float64)
+        if all_finite(out):
+            return clean
+        parts = [[each.outwards, each.inputs] if isinstance(each, LargeWeight) else [each] for each in vectors]
+        return clean.masked_fill(strays([part for pair in parts for part in pair]), math.nan)
 
 
 def _taken(leaf: Tensor) -> Tensor:
@@ -209,12 +220,17 @@ def _convolutions(layer: nn.Conv2d, images: Tensor, weights: Any, biases: Any) -
     return torch.cat([layer._conv_forward(part, weight, bias) for part, weight, bias in own])
 
 
-def _linear(rows: Tensor, weights: Any, biases: Any) -> Tensor:
-    """Return each client's linear map of its own rows."""
-    if isinstance(weights, LargeWeight):
-        outputs = large_product(rows, weights)
-        return outputs if biases is None else outputs + biases.unsqueeze(1)
-    return rows @ weights.mT if biases is None else torch.baddbmm(biases.unsqueeze(1), rows, weights.mT)
+def _linear(inputs: Tensor, clients: int, weights: Any, biases: Any) -> Tensor:
+    """Return each client's linear map of its own rows, client after client."""
+    rows: Tensor = inputs.view(clients, -1, inputs.shape[-1])
+    if not isinstance(weights, LargeWeight):
+        own: Tensor = rows @ weights.mT if biases is None else torch.baddbmm(biases.unsqueeze(1), rows, weights.mT)
+        return own.flatten(0, 1)
+    outputs = large_product(inputs, weights)
+    if biases is None:
+        return outputs
+    shifted: Tensor = outputs.view(clients, rows.shape[1], -1) + biases.unsqueeze(1)
+    return shifted.flatten(0, 1)
 
 
 def _channels_innermost(values: Tensor) -> Tensor:

@@ -11,32 +11,35 @@ from gradalign.cohort.large import LargeWeight
 
 
 class Shelf:
-    """How a gradient lies in one flat vector of ``length`` numbers.
+    """How a gradient lies in one flat vector, long enough for the rows of the largest client.
 
-    First the number of rows in the factors, then each parameter in turn: a small one's gradient, or room for
-    ``most_rows`` rows outwards and as many inwards of a large weight. What is not needed is never touched.
+    First the number of rows in the factors, then each parameter in turn: a small one's gradient, or a large weight's
+    rows outwards and as many inwards.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], large: Sequence[bool], most_rows: int) -> None:
+    def __init__(self, shapes: Sequence[torch.Size], large: Sequence[bool]) -> None:
         self.shapes, self.large = shapes, large
-        rooms = [most_rows * sum(s) if big else s.numel() for s, big in zip(shapes, large, strict=True)]
-        self.most_rows, self.rooms = most_rows, rooms
-        self.length = 1 + sum(rooms)
 
-    def _parts(self, shelf: Tensor) -> list[Tensor]:
-        return list(shelf[1:].split(self.rooms))
+    def _rooms(self, rows: int) -> list[int]:
+        return [rows * sum(s) if big else s.numel() for s, big in zip(self.shapes, self.large, strict=True)]
+
+    def length(self, rows: int) -> int:
+        """Return how many numbers a gradient with so many rows takes."""
+        return 1 + sum(self._rooms(rows))
+
+    def _parts(self, shelf: Tensor, rows: int) -> list[Tensor]:
+        return list(shelf[1 : self.length(rows)].split(self._rooms(rows)))
 
     def _factors(self, part: Tensor, shape: torch.Size, rows: int) -> tuple[Tensor, Tensor]:
         """Return the views (rows, out) and (rows, in) of a large weight's part."""
         out, into = shape
-        beyond = self.most_rows * out
-        return part[: rows * out].view(rows, out), part[beyond : beyond + rows * into].view(rows, into)
+        return part[: rows * out].view(rows, out), part[rows * out :].view(rows, into)
 
     def put(self, gradients: Sequence[Tensor | LargeWeight], rows: Sequence[int], shelves: Sequence[Tensor]) -> None:
         """Put every client's gradient on its shelf; it has so many rows of its own in the large weights' factors."""
         for client, (shelf, count) in enumerate(zip(shelves, rows, strict=True)):
             shelf[0] = count
-            for part, shape, each in zip(self._parts(shelf), self.shapes, gradients, strict=True):
+            for part, shape, each in zip(self._parts(shelf, count), self.shapes, gradients, strict=True):
                 if isinstance(each, LargeWeight):
                     outwards, inputs = self._factors(part, shape, count)
                     outwards.copy_(each.outwards[client, :count])
@@ -49,7 +52,7 @@ class Shelf:
     ) -> list[Tensor | LargeWeight]:
         """Return the clients' parameters moved by ``along`` times the gradients on their shelves."""
         rows = [int(shelf[0]) for shelf in shelves]
-        parts = [self._parts(shelf) for shelf in shelves]
+        parts = [self._parts(shelf, count) for shelf, count in zip(shelves, rows, strict=True)]
         moved: list[Tensor | LargeWeight] = []
         for place, (shape, each) in enumerate(zip(self.shapes, own, strict=True)):
             if isinstance(each, LargeWeight):

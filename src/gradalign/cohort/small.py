@@ -8,13 +8,14 @@ loop's up to rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches
-from gradalign.flat import Point
+from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches, strays
+from gradalign.flat import Point, all_finite
 from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate
 from gradalign.tasks.data import TensorExamples
@@ -163,6 +164,8 @@ class CohortTrainer:
         shares = torch.tensor(weights, dtype=self.dtype)
         blocks = self._blocks(stored.sub_(start), count)
         torch.cat([shares @ block.view(count, -1) for block in blocks], out=out)
+        if not all_finite(out):
+            losses = losses.masked_fill(strays(blocks), math.nan)
         return GroupUpdate(
             update=out,
             floats=torch.empty(0, dtype=self.dtype),

@@ -46,10 +46,10 @@ class SummingEngine(Protocol):
     Enough for an algorithm that keeps nothing of single clients, and less to carry: one vector instead of many.
     """
 
-    sums: bool
-    """Whether that gains anything for this task."""
+    def sums(self, shifted: bool) -> bool:
+        """Return whether that gains anything for this task, for plans that are shifts or for any plans."""
 
-    def shelves(self, clients: Sequence[int]) -> bool:
+    def keeps_gradients(self, clients: Sequence[int]) -> bool:
         """Return whether ``gradient_sums`` and ``train_sums`` with a shift can be had for these clients."""
 
     def gradient_sums(

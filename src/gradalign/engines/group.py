@@ -6,6 +6,7 @@ are the same for every number of workers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,15 +15,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradalign.cohort.eligible import layers_of, lockstep_model
+from gradalign.cohort.eligible import layers_of, lockstep_model, side_by_side
 from gradalign.cohort.lockstep import TOGETHER, LockstepTrainer
 from gradalign.cohort.small import COHORT, CohortTrainer
 from gradalign.errors import ClientError, GradalignError
-from gradalign.flat import Point
+from gradalign.flat import Point, all_finite
 from gradalign.local import LocalTrainer
 from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
-from gradalign.tasks.data import TensorExamples
+from gradalign.tasks.data import Examples, PartitionedClients, TensorExamples
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
@@ -81,12 +82,22 @@ class GroupTrainer:
         self.lockstep = None if model is None else LockstepTrainer(local, seed, model)
         self.width = 1 if self.cohort is None else COHORT
         self.sum_width = TOGETHER if self.lockstep is not None else self.width
-        self.sums = self.sum_width > 1
-        self.shelf_length = 0 if self.lockstep is None else self.lockstep.shelf.length
 
-    def _tensors(self, clients: Sequence[int]) -> list[TensorExamples]:
-        examples = [self.task.client(client, self.seed) for client in clients]
-        return [one for one in examples if isinstance(one, TensorExamples)]
+    def sums(self, shifted: bool) -> bool:
+        """Return whether adding up inside a group gains anything, for plans that are shifts or for any plans."""
+        return self.cohort is not None or (shifted and self.lockstep is not None)
+
+    def _examples(self, clients: Sequence[int]) -> list[Examples]:
+        found = []
+        for client in clients:
+            with named_failure(f"client {client}"):
+                found.append(self.task.client(client, self.seed))
+        return found
+
+    def _cohort_of(self, clients: Sequence[int], plans: Sequence[Plan] = ()) -> list[TensorExamples] | None:
+        """Return the clients' examples when they can train as a cohort, else None."""
+        alike = len({(plan.pull, plan.every_step) for plan in plans}) <= 1
+        return side_by_side(self._examples(clients)) if self.cohort is not None and alike else None
 
     def gradients(
         self,
@@ -98,9 +109,10 @@ class GroupTrainer:
         out: Tensor | None = None,
     ) -> list[ClientGradient]:
         """Return ∇f_i(x) of every client of the group; ``out`` has a row for each, when they are wanted there."""
-        if self.cohort is not None and limit is None:
+        together = None if limit is not None else self._cohort_of(clients)
+        if self.cohort is not None and together is not None:
             with named_failure(f"clients {clients[0]} to {clients[-1]}"):
-                replies = self.cohort.gradients(point, self._tensors(clients), clients, round_index)
+                replies = self.cohort.gradients(point, together, clients, round_index)
             if out is None:
                 return replies
             return [replace(r, gradient=row.copy_(r.gradient)) for row, r in zip(out, replies, strict=False)]
@@ -124,10 +136,10 @@ class GroupTrainer:
         out: Tensor | None = None,
     ) -> list[ClientUpdate]:
         """Execute every client's plan; ``out`` has a row for each update, when they are wanted there."""
-        if self.cohort is not None:
+        together = self._cohort_of(clients, plans)
+        if self.cohort is not None and together is not None:
             with named_failure(f"clients {clients[0]} to {clients[-1]}"):
-                examples = self._tensors(clients)
-                replies = self.cohort.train(point, plans, examples, clients, round_index=round_index, lr=lr)
+                replies = self.cohort.train(point, plans, together, clients, round_index=round_index, lr=lr)
             if out is None:
                 return replies
             return [replace(reply, update=row.copy_(reply.update)) for row, reply in zip(out, replies, strict=False)]
@@ -140,12 +152,20 @@ class GroupTrainer:
             replies.append(reply)
         return replies
 
-    def shelves(self, clients: Sequence[int]) -> bool:
-        """Return whether these clients' gradients can wait on shelves for a shift."""
-        examples = self._tensors(clients)
-        if self.lockstep is None or not clients or len(examples) < len(clients):
-            return False
-        return self.lockstep.fits([len(one) for one in examples], shelved=True)
+    def shelf_length(self, clients: Sequence[int]) -> int | None:
+        """Return the room that each of these clients' gradients needs to wait for a shift; None when they cannot.
+
+        Clients that are made on demand cannot: they would be made once more only to see how large they are.
+        """
+        if self.lockstep is None or not isinstance(self.task.clients, PartitionedClients | list | tuple):
+            return None
+        examples = side_by_side(self._examples(clients))
+        if not examples:
+            return None
+        sizes = [len(one) for one in examples]
+        if not self.lockstep.fits(sizes, shelved=True):
+            return None
+        return self.lockstep.shelf.length(max(self.lockstep.gradient_rows(size) for size in sizes))
 
     def gradient_sum(
         self,
@@ -159,10 +179,10 @@ class GroupTrainer:
         shelves: Sequence[Tensor],
     ) -> GroupGradient:
         """Write Σ w_i ∇f_i(x) to ``out`` and every client's own gradient to its shelf."""
-        if self.lockstep is None:
-            raise GradalignError("this task's clients do not train in lockstep")
+        examples = side_by_side(self._examples(clients))
+        if self.lockstep is None or examples is None:
+            raise GradalignError("these clients do not train in lockstep")
         with named_failure(f"clients {clients[0]} to {clients[-1]}"):
-            examples = self._tensors(clients)
             return self.lockstep.gradient_sum(
                 point.x, examples, clients, weights, round_index=round_index, limit=limit, out=out, shelves=shelves
             )
@@ -184,19 +204,20 @@ class GroupTrainer:
 
         With ``shelves``, the clients start from x + along·g_i, their gradients being there.
         """
-        examples = self._tensors(clients)
         whom = f"clients {clients[0]} to {clients[-1]}"
-        if self.cohort is not None:
+        together = self._cohort_of(clients, plans)
+        if self.cohort is not None and together is not None:
             with named_failure(whom):
                 return self.cohort.train_sum(
-                    point, plans, examples, clients, weights, round_index=round_index, lr=lr, out=out
+                    point, plans, together, clients, weights, round_index=round_index, lr=lr, out=out
                 )
-        if self.lockstep is not None and len(examples) == len(clients) and self.lockstep.takes(plans, examples):
+        together = None if self.lockstep is None else side_by_side(self._examples(clients))
+        if self.lockstep is not None and together is not None and self.lockstep.takes(plans, together):
             with named_failure(whom):
                 return self.lockstep.train_sum(
                     point.x,
                     plans,
-                    examples,
+                    together,
                     clients,
                     weights,
                     round_index=round_index,
@@ -205,6 +226,8 @@ class GroupTrainer:
                     along=along,
                     shelves=shelves,
                 )
+        if shelves:
+            raise GradalignError("these clients do not train in lockstep")
         return self._sum_one_by_one(point, clients, plans, weights, round_index=round_index, lr=lr, out=out)
 
     def _sum_one_by_one(
@@ -218,12 +241,17 @@ class GroupTrainer:
         lr: float,
         out: Tensor,
     ) -> GroupUpdate:
-        replies, floats = [], torch.zeros_like(point.floats)
+        """Add up what clients do that do not train together."""
+        replies, floats, own = [], torch.zeros_like(point.floats), torch.empty_like(out)
         out.zero_()
         for client, plan, weight in zip(clients, plans, weights, strict=True):
-            replies += self.train(point, [client], [plan], round_index=round_index, lr=lr)
-            out.add_(replies[-1].update, alpha=weight)
-            floats.add_(replies[-1].floats, alpha=weight)
+            with named_failure(f"client {client}"):
+                examples = self.task.client(client, self.seed)
+                reply = self.one.train(point, plan, examples, client=client, round_index=round_index, lr=lr, out=own)
+            finite = math.isfinite(reply.loss) and all_finite(own)
+            replies.append(reply if finite else replace(reply, loss=math.nan))
+            out.add_(own, alpha=weight)
+            floats.add_(reply.floats, alpha=weight)
         return GroupUpdate(
             update=out,
             floats=floats,

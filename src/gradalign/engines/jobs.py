@@ -37,17 +37,16 @@ def _shared(*shape: int, dtype: torch.dtype, forked: bool) -> Tensor:
     if forked and size:
         return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
     zeros = torch.empty(0, dtype=dtype)
-    zeros.set_(torch.UntypedStorage._new_shared(size))  # type: ignore[no-untyped-call]  # fresh pages are zeros
+    zeros.set_(torch.UntypedStorage._new_shared(size))  # the kernel's fresh pages are zeros
     return zeros.view(shape)
 
 
 class Desk:
     """All shared memory of a pool: the server's point, slots for groups of up to ``width`` clients, and shelves."""
 
-    def __init__(
-        self, point: Point, slots: int, width: int, *, shelves: int = 0, shelf_length: int = 0, forked: bool = False
-    ) -> None:
+    def __init__(self, point: Point, slots: int, width: int, *, forked: bool = False) -> None:
         d, f, i = point.x.numel(), point.floats.numel(), point.ints.numel()
+        self._forked = forked
 
         def room(*shape: int, like: Tensor) -> Tensor:
             return _shared(*shape, dtype=like.dtype, forked=forked)
@@ -56,8 +55,20 @@ class Desk:
         self._vectors = room(slots, 3, width, d, like=point.x)
         self._floats = room(slots, width, f, like=point.floats)
         self._ints = room(slots, width, i, like=point.ints)
-        self.shelves = room(shelves, shelf_length, like=point.x)
+        self.shelves = room(0, 0, like=point.x)
         """A row for each client of a round, where its gradient waits for the round's second phase."""
+
+    def has_shelves(self, clients: int, length: int) -> bool:
+        """Return whether there is a shelf of this length for every client."""
+        there, long = self.shelves.shape
+        return there >= clients and long >= length
+
+    def set_up_shelves(self, clients: int, length: int) -> None:
+        """Make shelves, which only workers started after this see."""
+        try:
+            self.shelves = _shared(clients, length, dtype=self.shelves.dtype, forked=self._forked)
+        except OSError as error:
+            raise GradalignError(f"no memory for the gradients of {clients} clients: {error}") from error
 
     def slot(self, number: int) -> Slot:
         """Return one slot's vectors."""

@@ -53,7 +53,6 @@ class InProcessEngine:
         self.task = task
         with one_thread():
             self.trainer = GroupTrainer(task, local, seed, device, fast=fast, crowd=crowd)
-        self.sums = self.trainer.sums
         self._shelves: dict[int, Tensor] = {}
 
     def gradients(
@@ -76,15 +75,19 @@ class InProcessEngine:
                 replies = self.trainer.train(point, clients, own, round_index=round_index, lr=lr)
             yield from zip(clients, replies, strict=True)
 
-    def shelves(self, clients: Sequence[int]) -> bool:
+    def sums(self, shifted: bool) -> bool:
+        """Return whether adding up inside groups gains anything for this task."""
+        return self.trainer.sums(shifted)
+
+    def keeps_gradients(self, clients: Sequence[int]) -> bool:
         """Return whether these clients' gradients can wait on shelves for a shift."""
-        return self.trainer.shelves(clients)
+        return self.trainer.shelf_length(clients) is not None
 
     def gradient_sums(
         self, point: Point, clients: Sequence[tuple[int, float]], *, round_index: int, limit: int | None = None
     ) -> Iterator[tuple[list[int], GroupGradient]]:
         """Yield (clients, Σ w_i ∇f_i(x)) for groups of clients; keep each one's own."""
-        out, length = torch.empty_like(point.x), self.trainer.shelf_length
+        out, length = torch.empty_like(point.x), self.trainer.shelf_length([client for client, _ in clients]) or 0
         self._shelves = {client: torch.empty(length, dtype=out.dtype) for client, _ in clients}
         for group in groups(clients, self.trainer.sum_width):
             members, weights = [client for client, _ in group], [weight for _, weight in group]

@@ -78,16 +78,9 @@ class PoolEngine:
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
         trainer = GroupTrainer(task, local, seed, fast=fast, crowd=crowd)
-        self.sums, self.shelves = trainer.sums, trainer.shelves
-        self._width, self._sum_width = trainer.width, trainer.sum_width
-        self._desk = Desk(
-            trainer.one.flat.read(),
-            self._slots,
-            max(self._width, self._sum_width),
-            shelves=crowd if trainer.shelf_length else 0,
-            shelf_length=trainer.shelf_length,
-            forked=self._context.get_start_method() == "fork",
-        )
+        self._trainer = trainer
+        forked = self._context.get_start_method() == "fork"
+        self._desk = Desk(trainer.one.flat.read(), self._slots, max(trainer.width, trainer.sum_width), forked=forked)
         self._shelf_of: dict[int, int] = {}
         self._wanted = workers
         self._workers: list[_Worker] = []
@@ -223,7 +216,7 @@ class PoolEngine:
         def maker(group: list[int]) -> Callable[[int], Job]:
             return lambda slot: GradientJob(slot=slot, clients=group, round_index=round_index, limit=limit)
 
-        makers = (maker(group) for group in groups(clients, self._width))
+        makers = (maker(group) for group in groups(clients, self._trainer.width))
         for job, replies in self._stream(makers):
             yield from zip(job.clients, replies, strict=True)
 
@@ -239,14 +232,33 @@ class PoolEngine:
                 own, self._desk, slot=slot, clients=clients, round_index=round_index, lr=lr
             )
 
-        makers = (maker(group) for group in groups(plans, self._width))
+        makers = (maker(group) for group in groups(plans, self._trainer.width))
         for job, replies in self._stream(makers):
             yield from zip(job.clients, replies, strict=True)
+
+    def sums(self, shifted: bool) -> bool:
+        """Return whether adding up inside groups gains anything for this task."""
+        return self._trainer.sums(shifted)
+
+    def keeps_gradients(self, clients: Sequence[int]) -> bool:
+        """Return whether these clients' gradients can wait on shelves for a shift."""
+        return self._trainer.shelf_length(clients) is not None
+
+    def _set_up_shelves(self, clients: list[int]) -> None:
+        """Give every client a shelf; workers hired before there were enough of them do not see them, and go."""
+        length = self._trainer.shelf_length(clients) or 0
+        if self._desk.has_shelves(len(clients), length):
+            return
+        self._desk.set_up_shelves(len(clients), length)
+        for worker in list(self._workers):
+            self._dismiss(worker)
+        self._fill()
 
     def gradient_sums(
         self, point: Point, clients: Sequence[tuple[int, float]], *, round_index: int, limit: int | None = None
     ) -> Iterator[tuple[list[int], GroupGradient]]:
         """Yield (clients, Σ w_i ∇f_i(x)) for groups of clients; keep each one's own."""
+        self._set_up_shelves([client for client, _ in clients])
         self._desk.point.copy_(point)
         self._shelf_of = {client: row for row, (client, _) in enumerate(clients)}
 
@@ -260,7 +272,7 @@ class PoolEngine:
                 limit=limit,
             )
 
-        makers = (maker(group) for group in groups(clients, self._sum_width))
+        makers = (maker(group) for group in groups(clients, self._trainer.sum_width))
         for job, reply in self._stream(makers):
             yield job.clients, reply
 
@@ -285,7 +297,7 @@ class PoolEngine:
                 each=TrainJob.put(own, self._desk, slot=slot, clients=clients, round_index=round_index, lr=lr),
             )
 
-        makers = (maker(group) for group in groups(plans, self._sum_width))
+        makers = (maker(group) for group in groups(plans, self._trainer.sum_width))
         for job, reply in self._stream(makers):
             yield job.clients, reply
 

@@ -75,13 +75,14 @@ class _Round:
         self.mean_gradient: Tensor | None = None
         self.shift: Shift | None = None
         self.zero = torch.zeros_like(state.point.x)
+        self.is_shift = self.algorithm.shift(self.zero) is not None
         self.shared = {name: vector.to(self.zero.dtype) for name, vector in state.shared.items()}
 
     def gradient_phase(self, engine: Engine, known: Mapping[int, Tensor]) -> None:
         """Gather g_i and ḡ; clients that do not answer leave the round."""
-        if isinstance(engine, SummingEngine) and self.sums_suffice(engine) and engine.shelves(self.clients):
-            shiftable = self.algorithm.shift(torch.empty(0)) is not None
-            if shiftable:
+        if isinstance(engine, SummingEngine) and self.is_shift and self.sums_suffice(engine):
+            kept = engine.keeps_gradients(self.clients)
+            if kept:
                 return self.sum_gradients(engine)
         self.gradients = gather_gradients(self.federation, engine, self.state, self.clients, known)
         self.clients = list(self.gradients)
@@ -93,7 +94,7 @@ class _Round:
 
     def sums_suffice(self, engine: SummingEngine) -> bool:
         """Return whether nothing of single clients is asked for."""
-        return engine.sums and not self.algorithm.keepers
+        return engine.sums(self.is_shift) and not self.algorithm.keepers
 
     def sum_gradients(self, engine: SummingEngine) -> None:
         """Gather ḡ alone: the clients' displacements are made where their gradients are."""
@@ -129,7 +130,7 @@ class _Round:
             shared=self.shared.get(label, self.zero),
         )
 
-    def require_enough(self, answered: int, phase: str, engine: Engine) -> None:
+    def require_enough(self, answered: int, phase: str, engine: Engine | SummingEngine) -> None:
         """Refuse to go on when fewer clients answered than ``min_fraction`` asks for, or none."""
         sampled = len(self.weights)
         least = 0 if self.federation.dropout else 1  # simulated dropout may silence a whole round
@@ -187,6 +188,7 @@ class _Round:
         ):
             self.require_finite("loss", clients, reply.losses, reply.update)
             tally.add_sum(reply)
+        self.require_enough(tally.reported, "training phase", engine)
         return tally
 
     def spent(self, tally: Tally) -> Totals:
