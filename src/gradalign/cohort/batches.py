@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,13 +35,13 @@ class Batches:
 
 def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
     """Return the clients' inputs and targets client after client, and where each client begins."""
+    starts = [0, *itertools.accumulate(len(one) for one in examples)][:-1]
+    cut = [one.rows for one in examples if one.rows is not None and one.tensors is examples[0].tensors]
+    if len(cut) == len(examples):  # from one pool of tensors: all in one go
+        inputs, targets = (tensor.index_select(0, torch.cat(cut)) for tensor in examples[0].tensors)
+        return inputs.to(dtype), targets, starts
     parts = [one.batch(torch.arange(len(one))) for one in examples]
-    starts, total = [], 0
-    for inputs, _ in parts:
-        starts.append(total)
-        total += len(inputs)
-    inputs = torch.cat([inputs for inputs, _ in parts]).to(dtype)
-    return inputs, torch.cat([targets for _, targets in parts]), starts
+    return torch.cat([inputs for inputs, _ in parts]).to(dtype), torch.cat([targets for _, targets in parts]), starts
 
 
 def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

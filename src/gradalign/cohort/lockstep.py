@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches, strays
 from gradalign.cohort.large import LargeWeight, large_product
 from gradalign.cohort.shelf import Shelf
-from gradalign.flat import all_finite
+from gradalign.flat import Point, all_finite
 from gradalign.local import gradient_rows
 from gradalign.outer import LARGE
 from gradalign.plan import Plan
@@ -70,7 +70,7 @@ class LockstepTrainer:
 
     def gradient_sum(
         self,
-        x: Tensor,
+        point: Point,
         examples: Sequence[TensorExamples],
         clients: Sequence[int],
         weights: Sequence[float],
@@ -87,7 +87,7 @@ class LockstepTrainer:
             for one, client in zip(examples, clients, strict=True)
         ]
         table, shares = pad(rows, starts, self.dtype)
-        own = self._start(x, [None] * len(clients), factor=1.0)
+        own = self._start(point.x, [None] * len(clients), factor=1.0)
         losses = self._backward(own, inputs, targets, table, shares)
         counts = [len(taken) for taken in rows]
         found = [one if isinstance(one, LargeWeight) else _taken(one) for one in own]
@@ -97,7 +97,7 @@ class LockstepTrainer:
 
     def train_sum(
         self,
-        x: Tensor,
+        point: Point,
         plans: Sequence[Plan],
         examples: Sequence[TensorExamples],
         clients: Sequence[int],
@@ -109,14 +109,14 @@ class LockstepTrainer:
         along: float = 0.0,
         shelves: Sequence[Tensor] = (),
     ) -> GroupUpdate:
-        """Execute every client's plan from x; write Σ w_i Δ_i to ``out``.
+        """Execute every client's plan from the server's point; write Σ w_i Δ_i to ``out``.
 
         With ``shelves``, every client starts from x + along·g_i instead, its gradient being on its shelf.
         """
         inputs, targets, starts = self._gather(examples)
         sizes = [len(one) for one in examples]
         batches = plan_batches(self.local, self.seed, sizes, starts, clients, round_index=round_index, dtype=self.dtype)
-        own = self._start(x, [plan.displacement for plan in plans], factor=-lr)
+        own = self._start(point.x, [plan.displacement for plan in plans], factor=-lr)
         if shelves:
             own = self.shelf.displace(own, along, shelves)
         before = [None if isinstance(one, LargeWeight) else one.clone() for one in own]

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches, strays
 from gradalign.flat import Point, all_finite
+from gradalign.local import gradient_rows
 from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, GroupUpdate
+from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate
 from gradalign.tasks.data import TensorExamples
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
@@ -91,12 +92,21 @@ class CohortTrainer:
         return leaves
 
     def gradients(
-        self, point: Point, examples: Sequence[TensorExamples], clients: Sequence[int], round_index: int
+        self,
+        point: Point,
+        examples: Sequence[TensorExamples],
+        clients: Sequence[int],
+        round_index: int,
+        limit: int | None,
     ) -> list[ClientGradient]:
-        """Return ∇f_i(x) of whole clients."""
+        """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
         count = len(clients)
         inputs, targets, starts = gather(examples, self.dtype)
-        rows, weights = pad([torch.arange(len(one)) for one in examples], starts, self.dtype)
+        taken = [
+            gradient_rows(len(one), limit, self.seed, round_index, client)
+            for one, client in zip(examples, clients, strict=True)
+        ]
+        rows, weights = pad(taken, starts, self.dtype)
         stored = self._spread(point.x, count)
         gradient = torch.zeros_like(stored)
         leaves = self._leaves(stored, gradient, count)
@@ -113,10 +123,32 @@ class CohortTrainer:
                 gradient=vectors[i],
                 loss=float(losses[i].detach()),
                 accuracy=float(accuracy[i]),
-                examples=len(examples[i]),
+                examples=len(taken[i]),
             )
             for i in range(count)
         ]
+
+    def gradient_sum(
+        self,
+        point: Point,
+        examples: Sequence[TensorExamples],
+        clients: Sequence[int],
+        weights: Sequence[float],
+        *,
+        round_index: int,
+        limit: int | None,
+        out: Tensor,
+        shelves: Sequence[Tensor],
+    ) -> GroupGradient:
+        """Write Σ w_i ∇f_i(x) to ``out``, and put every client's own gradient on its shelf."""
+        replies = self.gradients(point, examples, clients, round_index, limit)
+        vectors = [reply.gradient for reply in replies]
+        for shelf, vector in zip(shelves, vectors, strict=True):
+            shelf[: len(vector)].copy_(vector)
+        torch.mv(torch.stack(vectors).T, torch.tensor(weights, dtype=self.dtype), out=out)
+        lost = strays([torch.stack(vectors)]).tolist() if not all_finite(out) else [False] * len(vectors)
+        losses = [math.nan if bad else reply.loss for bad, reply in zip(lost, replies, strict=True)]
+        return GroupGradient(gradient=out, losses=losses)
 
     def train(
         self,
@@ -157,9 +189,16 @@ class CohortTrainer:
         round_index: int,
         lr: float,
         out: Tensor,
+        along: float = 0.0,
+        shelves: Sequence[Tensor] = (),
     ) -> GroupUpdate:
-        """Execute every client's plan from the server's point; write Σ w_i Δ_i to ``out``."""
+        """Execute every client's plan from the server's point; write Σ w_i Δ_i to ``out``.
+
+        With ``shelves``, every client starts from x + along·g_i instead, its gradient being on its shelf.
+        """
         count = len(clients)
+        if shelves:
+            plans = [Plan(displacement=along * shelf[: len(point.x)]) for shelf in shelves]
         stored, start, losses, batches = self._train(point, plans, examples, clients, round_index, lr)
         shares = torch.tensor(weights, dtype=self.dtype)
         blocks = self._blocks(stored.sub_(start), count)

@@ -109,10 +109,10 @@ class GroupTrainer:
         out: Tensor | None = None,
     ) -> list[ClientGradient]:
         """Return ∇f_i(x) of every client of the group; ``out`` has a row for each, when they are wanted there."""
-        together = None if limit is not None else self._cohort_of(clients)
+        together = self._cohort_of(clients)
         if self.cohort is not None and together is not None:
             with named_failure(f"clients {clients[0]} to {clients[-1]}"):
-                replies = self.cohort.gradients(point, together, clients, round_index)
+                replies = self.cohort.gradients(point, together, clients, round_index, limit)
             if out is None:
                 return replies
             return [replace(r, gradient=row.copy_(r.gradient)) for row, r in zip(out, replies, strict=False)]
@@ -157,15 +157,24 @@ class GroupTrainer:
 
         Clients that are made on demand cannot: they would be made once more only to see how large they are.
         """
-        if self.lockstep is None or not isinstance(self.task.clients, PartitionedClients | list | tuple):
+        together = self.cohort is not None or self.lockstep is not None
+        sizes = self._sizes(clients) if together else None
+        if sizes is None:
             return None
-        examples = side_by_side(self._examples(clients))
-        if not examples:
-            return None
-        sizes = [len(one) for one in examples]
+        if self.lockstep is None:
+            return self.one.flat.vector.numel()
         if not self.lockstep.fits(sizes, shelved=True):
             return None
         return self.lockstep.shelf.length(max(self.lockstep.gradient_rows(size) for size in sizes))
+
+    def _sizes(self, clients: Sequence[int]) -> list[int] | None:
+        """Return how many examples each of these clients has when they are all of one kind, else None."""
+        everyone = self.task.clients
+        if isinstance(everyone, PartitionedClients):  # cut from the same tensors: one tells for all
+            sizes = everyone.sizes()
+            return [int(sizes[client]) for client in clients] if side_by_side(self._examples(clients[:1])) else None
+        examples = side_by_side(self._examples(clients)) if isinstance(everyone, list | tuple) else None
+        return [len(one) for one in examples] if examples else None
 
     def gradient_sum(
         self,
@@ -180,11 +189,12 @@ class GroupTrainer:
     ) -> GroupGradient:
         """Write Σ w_i ∇f_i(x) to ``out`` and every client's own gradient to its shelf."""
         examples = side_by_side(self._examples(clients))
-        if self.lockstep is None or examples is None:
-            raise GradalignError("these clients do not train in lockstep")
+        trainer = self.cohort or self.lockstep
+        if trainer is None or examples is None:
+            raise GradalignError("these clients do not train together")
         with named_failure(f"clients {clients[0]} to {clients[-1]}"):
-            return self.lockstep.gradient_sum(
-                point.x, examples, clients, weights, round_index=round_index, limit=limit, out=out, shelves=shelves
+            return trainer.gradient_sum(
+                point, examples, clients, weights, round_index=round_index, limit=limit, out=out, shelves=shelves
             )
 
     def train_sum(
@@ -204,31 +214,28 @@ class GroupTrainer:
 
         With ``shelves``, the clients start from x + along·g_i, their gradients being there.
         """
-        whom = f"clients {clients[0]} to {clients[-1]}"
+        trainer: CohortTrainer | LockstepTrainer | None = self.cohort
         together = self._cohort_of(clients, plans)
-        if self.cohort is not None and together is not None:
-            with named_failure(whom):
-                return self.cohort.train_sum(
-                    point, plans, together, clients, weights, round_index=round_index, lr=lr, out=out
-                )
-        together = None if self.lockstep is None else side_by_side(self._examples(clients))
-        if self.lockstep is not None and together is not None and self.lockstep.takes(plans, together):
-            with named_failure(whom):
-                return self.lockstep.train_sum(
-                    point.x,
-                    plans,
-                    together,
-                    clients,
-                    weights,
-                    round_index=round_index,
-                    lr=lr,
-                    out=out,
-                    along=along,
-                    shelves=shelves,
-                )
-        if shelves:
-            raise GradalignError("these clients do not train in lockstep")
-        return self._sum_one_by_one(point, clients, plans, weights, round_index=round_index, lr=lr, out=out)
+        if self.lockstep is not None:
+            trainer, together = self.lockstep, side_by_side(self._examples(clients))
+            together = together if together and self.lockstep.takes(plans, together) else None
+        if trainer is None or together is None:
+            if shelves:
+                raise GradalignError("these clients do not train together")
+            return self._sum_one_by_one(point, clients, plans, weights, round_index=round_index, lr=lr, out=out)
+        with named_failure(f"clients {clients[0]} to {clients[-1]}"):
+            return trainer.train_sum(
+                point,
+                plans,
+                together,
+                clients,
+                weights,
+                round_index=round_index,
+                lr=lr,
+                out=out,
+                along=along,
+                shelves=shelves,
+            )
 
     def _sum_one_by_one(
         self,

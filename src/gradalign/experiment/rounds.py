@@ -146,13 +146,18 @@ class _Round:
 
     def views(self) -> Iterator[tuple[int, dict[str, ClientView]]]:
         """Yield what is known of the clients that do not fall silent, one at a time."""
-        for client in self.clients:
-            if not self.federation.silent(self.state.round, client):
-                yield client, {part.label: self.view(client, part.label) for part in self.algorithm.parts}
+        for client in self.speaking():
+            yield client, {part.label: self.view(client, part.label) for part in self.algorithm.parts}
 
-    def plan(self, views: dict[str, ClientView]) -> Plan:
-        """Return a client's plan; a shift says all there is to say."""
-        return Plan() if self.shift is not None else self.algorithm.plan(views)
+    def speaking(self) -> Iterator[int]:
+        """Yield the clients that do not fall silent."""
+        return (client for client in self.clients if not self.federation.silent(self.state.round, client))
+
+    def weighted_plans(self) -> Iterator[tuple[int, Plan, float]]:
+        """Yield the plans and weights of the clients that do not fall silent; beside a shift there is none to make."""
+        if self.shift is not None or (self.is_shift and not self.algorithm.needs_gradients):
+            return ((client, Plan(), self.weights[client]) for client in self.speaking())
+        return ((client, self.algorithm.plan(views), self.weights[client]) for client, views in self.views())
 
     def train(self, engine: Engine) -> Iterator[tuple[int, ClientUpdate]]:
         """Have plans made, here or at the clients, and carried out."""
@@ -182,9 +187,9 @@ class _Round:
     def train_in_groups(self, engine: SummingEngine) -> Tally:
         """Let the clients train and add up the sums of neighbours: nothing of single clients is kept."""
         tally = Tally(self.state)
-        plans = ((client, self.plan(views), self.weights[client]) for client, views in self.views())
+        plans, when = self.weighted_plans(), self.state.round
         for clients, reply in engine.train_sums(
-            self.state.point, plans, round_index=self.state.round, lr=self.lr, shift=self.shift
+            self.state.point, plans, round_index=when, lr=self.lr, shift=self.shift
         ):
             self.require_finite("loss", clients, reply.losses, reply.update)
             tally.add_sum(reply)
