@@ -252,10 +252,8 @@ def test_the_weight_gradient_over_patches_is_the_convolutions(bias, count):
 
 
 def test_patches_are_used_only_where_they_gain():
-    others = [
-        nn.Conv2d(24, 7, 3), nn.Conv2d(24, 7, 5, stride=2), nn.Conv2d(24, 7, 5, padding=1), nn.Conv2d(24, 7, 5, dilation=2),
-        nn.Conv2d(24, 24, 5, groups=24), nn.Conv2d(24, 7, 5, padding="same"),
-    ]  # fmt: skip
+    settings = [{"stride": 2}, {"padding": 1}, {"dilation": 2}, {"padding": "same"}, {"groups": 8}]
+    others = [nn.Conv2d(24, 7, 3), *(nn.Conv2d(24, 8, 5, **more) for more in settings)]
     for layer in others:
         convolve_by_patches(layer)
         assert type(layer) is nn.Conv2d

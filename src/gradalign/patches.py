@@ -1,7 +1,7 @@
 """Convolutions whose weight gradient is a few matrix products over the images' patches.
 
 For large windows of many channels that is faster on a CPU than the convolution library's own way, as long as the
-patches of a few images at a time stay in the processor's cache. Forward and the gradient of the images stay the library's.
+patches of a few images at a time stay in the processor's cache. Forward and the images' gradient stay the library's.
 """
 
 from __future__ import annotations
