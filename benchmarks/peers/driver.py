@@ -53,7 +53,10 @@ class Contender:
             self._given_up = True
             raise PeerError(f"no answer in {patience:.0f} s")
         try:
-            return json.loads(line)[key]
+            said = json.loads(line)
+            if "refused" in said:
+                raise PeerError(said["refused"])
+            return said[key]
         except (ValueError, KeyError, TypeError):
             raise PeerError(f"unexpected answer {line.strip()[:200]!r}" if line else self._last_words()) from None
 

@@ -52,6 +52,11 @@ class Gate:
             raise Stopped
         self._began = time.perf_counter()
 
+    def refuse(self, reason: str) -> Stopped:
+        """Say why there is nothing to be played; the end, to be raised."""
+        self._say({"refused": reason})
+        return Stopped(reason)
+
     def _say(self, answer: dict[str, Any]) -> None:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()

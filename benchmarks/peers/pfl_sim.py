@@ -78,11 +78,11 @@ def run(workload: Workload, gate: Gate) -> None:
     """Play rounds for as long as the gate lets them through.
 
     Raises:
-        SystemExit: A client's steps are not a whole number of epochs, all that pfl's training knows.
+        Stopped: A client's steps are not a whole number of epochs, all that pfl's training knows.
     """
     epochs, rest = divmod(workload.local_steps(), workload.batches())
     if rest:
-        raise SystemExit(
+        raise gate.refuse(
             f"pfl trains whole epochs: {workload.local_steps()} steps are not of {workload.batches()} each"
         )
     size = workload.size
