@@ -42,14 +42,12 @@ def machine_peak() -> float:
     return 2 * 3000**3 / best
 
 
-def flops_per_round(workload: Workload) -> int:
-    """Return the model's operations in one round, forward and backward, as torch counts them."""
+def flops_per_round(workload: Workload) -> int | None:
+    """Return the operations of one round, forward and backward; None for an LSTM, which torch does not count."""
+    if workload.letters:
+        return None
     model = workload.model()
-    inputs = (
-        torch.randint(80, (workload.batch, *workload.shape))
-        if workload.letters
-        else torch.randn(workload.batch, *workload.shape)
-    )
+    inputs = torch.randn(workload.batch, *workload.shape)
     labels = torch.randint(workload.classes, (workload.batch,))
     with FlopCounterMode(display=False) as counter:
         F.cross_entropy(model(inputs), labels).backward()
@@ -82,6 +80,7 @@ def measure(workload: Workload, repetitions: int, peak: float, place: Path | Non
                 times[name].append(clock())
             peers.play(times)
     median = {name: statistics.median(values) for name, values in times.items() if values}
+    operations = flops_per_round(workload)
     ratios = [plain / ours for plain, ours in zip(times["plain"], times["gradalign"], strict=True)]
     return {
         "workload": workload.name,
@@ -90,7 +89,7 @@ def measure(workload: Workload, repetitions: int, peak: float, place: Path | Non
         "speedup": median["plain"] / median["gradalign"],
         "speedup_range": [min(ratios), max(ratios)],
         "speedup_over_tuned": median["tuned"] / median["gradalign"],
-        "share_of_peak": flops_per_round(workload) / median["gradalign"] / peak,
+        "share_of_peak": None if operations is None else operations / median["gradalign"] / peak,
         "fedga_over_fedavg": median["gradalign FedGA"] / median["gradalign"],
         "fedga_samples": fedga_factor(workload),
         "peers": compare(median, peers.remarks),
@@ -132,7 +131,7 @@ def print_table(results: list[dict[str, Any]], peak: float) -> None:
             *(f"{row['seconds'][name]:.3f}" for name in ("plain", "tuned", "gradalign")),
             f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})",
             f"{row['speedup_over_tuned']:.2f}",
-            f"{row['share_of_peak']:.0%}",
+            "–" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}",
             f"{row['fedga_over_fedavg']:.2f} for {row['fedga_samples']:.2f} times the examples",
         )
     console = Console(width=150)
@@ -156,9 +155,12 @@ def main() -> None:
         "--peers", type=Path, default=DEFAULT_PLACE, metavar="DIR", help="where their environments are (default .peers)"
     )
     words = parser.parse_args()
+    words.workloads = [name.upper() for name in words.workloads]
     unknown = [name for name in words.workloads if name not in WORKLOADS]
-    if unknown or words.repetitions < 1:
-        parser.error(f"unknown workload {unknown[0]}" if unknown else "--repetitions must be at least 1")
+    if unknown:
+        parser.error(f"unknown workload {unknown[0]}; there are {', '.join(WORKLOADS)}")
+    if words.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
     place = None if words.no_peers else words.peers.absolute()
     if words.memory:
         memory = [measure_memory(WORKLOADS[name], place) for name in words.workloads or ["W1"]]
@@ -178,4 +180,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped: the medians of an interrupted run would say nothing", file=sys.stderr)
+        sys.exit(130)

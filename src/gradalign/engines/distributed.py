@@ -2,8 +2,8 @@
 
 Rank 0 plays the server's part and asks; the other ranks follow, each with the whole task at hand and one client's
 work at a time. Clients go round the ranks in waves, one client per rank, and rank 0 works too. Every rank drives the
-same single-threaded trainer as the local engine, and replies are handed on in client order: the bits are the local
-engine's, whatever the number of ranks.
+same single-threaded trainer as the local engine, and replies are handed on in client order: the bits are the same for
+any number of ranks, and the local engine's wherever that one trains clients one by one.
 """
 
 from __future__ import annotations
