@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,6 +23,21 @@ Round = Callable[[], None]
 def _sample(workload: Workload, number: int) -> list[int]:
     generator = torch.Generator().manual_seed(number)
     return sorted(torch.randperm(workload.clients, generator=generator)[: workload.sampled].tolist())
+
+
+def train_plainly(model: nn.Module, dataset: TensorDataset, workload: Workload) -> None:
+    """Train a client's model the way everyone writes it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=workload.lr)
+    loader = DataLoader(dataset, batch_size=workload.batch, shuffle=True)
+    left = workload.local_steps()
+    while left:
+        for batch, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch), labels).backward()
+            optimizer.step()
+            left -= 1
+            if not left:
+                break
 
 
 @contextmanager
@@ -43,17 +58,7 @@ def plain_loop(workload: Workload, data: tuple[Tensor, Tensor]) -> Iterator[Roun
         states = []
         for client in _sample(workload, number):
             model.load_state_dict(server.state_dict())
-            optimizer = torch.optim.SGD(model.parameters(), lr=workload.lr)
-            loader = DataLoader(datasets[client], batch_size=workload.batch, shuffle=True)
-            left = workload.local_steps()
-            while left:
-                for batch, labels in loader:
-                    optimizer.zero_grad()
-                    F.cross_entropy(model(batch), labels).backward()
-                    optimizer.step()
-                    left -= 1
-                    if not left:
-                        break
+            train_plainly(model, datasets[client], workload)
             states.append(copy.deepcopy(model.state_dict()))
         mean = {name: torch.stack([state[name] for state in states]).mean(dim=0) for name in states[0]}
         server.load_state_dict(mean)

@@ -11,9 +11,9 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
+from benchmarks.contenders import train_plainly
 from benchmarks.peers.gate import Gate
 from benchmarks.workloads import Workload, find_workload
 
@@ -35,17 +35,7 @@ def train(message: Message, context: Context) -> Message:
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     rows = slice(workload.size * (client := int(context.node_config["partition-id"])), workload.size * (client + 1))
     inputs, targets = _examples(workload.name)
-    loader = DataLoader(TensorDataset(inputs[rows], targets[rows]), batch_size=workload.batch, shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=workload.lr)
-    left = workload.local_steps()
-    while left:
-        for batch, labels in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch), labels).backward()
-            optimizer.step()
-            left -= 1
-            if not left:
-                break
+    train_plainly(model, TensorDataset(inputs[rows], targets[rows]), workload)
     metrics = MetricRecord({"num-examples": workload.size})
     answer = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
     return Message(content=answer, reply_to=message)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradalign.local import shuffled_batches
+from gradalign.local import gradient_rows, shuffled_batches
+from gradalign.replies import GroupUpdate
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.data import TensorExamples
 from gradalign.training import LocalTraining
@@ -31,6 +32,18 @@ class Batches:
     """None where every client has a full batch: all weights are 1 / batch."""
     active: list[Tensor | None] = field(default_factory=list)
     """None while every client still steps; else 1 for those that do."""
+
+    def report(self, update: Tensor, weights: Sequence[float], losses: Tensor) -> GroupUpdate:
+        """Return a group's answer, given Σ w_i Δ_i and each client's losses summed over its steps; no buffers."""
+        return GroupUpdate(
+            update=update,
+            floats=update.new_empty(0),
+            ints=torch.empty(0, dtype=torch.int64),
+            weights=list(weights),
+            losses=[loss / steps for loss, steps in zip(losses.tolist(), self.steps, strict=True)],
+            steps=sum(self.steps),
+            examples=sum(self.seen),
+        )
 
 
 def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
@@ -57,6 +70,14 @@ def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype)
             table[client, : len(rows)] += rows
             weights[client, : len(rows)] = 1.0 / len(rows)
     return table, weights
+
+
+def gradient_batches(
+    examples: Sequence[TensorExamples], clients: Sequence[int], limit: int | None, seed: int, round_index: int
+) -> list[Tensor]:
+    """Return the rows of every client's gradient phase: those of the per-client path."""
+    pairs = zip(examples, clients, strict=True)
+    return [gradient_rows(len(one), limit, seed, round_index, client) for one, client in pairs]
 
 
 def plan_batches(

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches, strays
+from gradalign.cohort.batches import Batches, client_losses, gather, gradient_batches, pad, plan_batches, strays
 from gradalign.cohort.large import LargeWeight, large_product
 from gradalign.cohort.shelf import Shelf
 from gradalign.flat import Point, all_finite
-from gradalign.local import gradient_rows
 from gradalign.outer import LARGE
 from gradalign.plan import Plan
 from gradalign.replies import GroupGradient, GroupUpdate
@@ -82,10 +81,7 @@ class LockstepTrainer:
     ) -> GroupGradient:
         """Write Σ w_i ∇f_i(x) to ``out``, and put every client's own gradient on its shelf."""
         inputs, targets, starts = self._gather(examples)
-        rows = [
-            gradient_rows(len(one), limit, self.seed, round_index, client)
-            for one, client in zip(examples, clients, strict=True)
-        ]
+        rows = gradient_batches(examples, clients, limit, self.seed, round_index)
         table, shares = pad(rows, starts, self.dtype)
         own = self._start(point.x, [None] * len(clients), factor=1.0)
         losses = self._backward(own, inputs, targets, table, shares)
@@ -127,15 +123,7 @@ class LockstepTrainer:
             a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in zip(own, before, strict=True)
         ]
         total += self._sum(ways, torch.tensor(weights, dtype=self.dtype), out)
-        return GroupUpdate(
-            update=out,
-            floats=torch.empty(0, dtype=self.dtype),
-            ints=torch.empty(0, dtype=torch.int64),
-            weights=list(weights),
-            losses=[loss / steps for loss, steps in zip(total.tolist(), batches.steps, strict=True)],
-            steps=sum(batches.steps),
-            examples=sum(batches.seen),
-        )
+        return batches.report(out, weights, total)
 
     def _gather(self, examples: Sequence[TensorExamples]) -> tuple[Tensor, Tensor, list[int]]:
         inputs, targets, starts = gather(examples, self.dtype)

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gradalign.cohort.batches import Batches, client_losses, gather, pad, plan_batches, strays
+from gradalign.cohort.batches import Batches, client_losses, gather, gradient_batches, pad, plan_batches, strays
 from gradalign.flat import Point, all_finite
-from gradalign.local import gradient_rows
 from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate
 from gradalign.tasks.data import TensorExamples
@@ -100,12 +99,24 @@ class CohortTrainer:
         limit: int | None,
     ) -> list[ClientGradient]:
         """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
+        vectors, losses, accuracy, counts = self._gradients(point, examples, clients, round_index, limit)
+        return [
+            ClientGradient(gradient=vectors[i], loss=float(losses[i]), accuracy=float(accuracy[i]), examples=counts[i])
+            for i in range(len(clients))
+        ]
+
+    def _gradients(
+        self,
+        point: Point,
+        examples: Sequence[TensorExamples],
+        clients: Sequence[int],
+        round_index: int,
+        limit: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+        """Return the clients' gradients, a row for each, their losses, accuracies and numbers of examples."""
         count = len(clients)
         inputs, targets, starts = gather(examples, self.dtype)
-        taken = [
-            gradient_rows(len(one), limit, self.seed, round_index, client)
-            for one, client in zip(examples, clients, strict=True)
-        ]
+        taken = gradient_batches(examples, clients, limit, self.seed, round_index)
         rows, weights = pad(taken, starts, self.dtype)
         stored = self._spread(point.x, count)
         gradient = torch.zeros_like(stored)
@@ -117,16 +128,7 @@ class CohortTrainer:
             losses.sum().backward()
         right = (outputs.detach().argmax(dim=2) == labels).double()
         accuracy = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
-        vectors = self._unstore(gradient, count)
-        return [
-            ClientGradient(
-                gradient=vectors[i],
-                loss=float(losses[i].detach()),
-                accuracy=float(accuracy[i]),
-                examples=len(taken[i]),
-            )
-            for i in range(count)
-        ]
+        return self._unstore(gradient, count), losses.detach().double(), accuracy, [len(own) for own in taken]
 
     def gradient_sum(
         self,
@@ -141,14 +143,13 @@ class CohortTrainer:
         shelves: Sequence[Tensor],
     ) -> GroupGradient:
         """Write Σ w_i ∇f_i(x) to ``out``, and put every client's own gradient on its shelf."""
-        replies = self.gradients(point, examples, clients, round_index, limit)
-        vectors = [reply.gradient for reply in replies]
+        vectors, losses, _, _ = self._gradients(point, examples, clients, round_index, limit)
         for shelf, vector in zip(shelves, vectors, strict=True):
             shelf[: len(vector)].copy_(vector)
-        torch.mv(torch.stack(vectors).T, torch.tensor(weights, dtype=self.dtype), out=out)
-        lost = strays([torch.stack(vectors)]).tolist() if not all_finite(out) else [False] * len(vectors)
-        losses = [math.nan if bad else reply.loss for bad, reply in zip(lost, replies, strict=True)]
-        return GroupGradient(gradient=out, losses=losses)
+        torch.mv(vectors.T, torch.tensor(weights, dtype=self.dtype), out=out)
+        if not all_finite(out):
+            losses = losses.masked_fill(strays([vectors]), math.nan)
+        return GroupGradient(gradient=out, losses=losses.tolist())
 
     def train(
         self,
@@ -205,15 +206,7 @@ class CohortTrainer:
         torch.cat([shares @ block.view(count, -1) for block in blocks], out=out)
         if not all_finite(out):
             losses = losses.masked_fill(strays(blocks), math.nan)
-        return GroupUpdate(
-            update=out,
-            floats=torch.empty(0, dtype=self.dtype),
-            ints=torch.empty(0, dtype=torch.int64),
-            weights=list(weights),
-            losses=[loss / steps for loss, steps in zip(losses.tolist(), batches.steps, strict=True)],
-            steps=sum(batches.steps),
-            examples=sum(batches.seen),
-        )
+        return batches.report(out, weights, losses)
 
     def _train(
         self,

@@ -80,10 +80,13 @@ class _Round:
 
     def gradient_phase(self, engine: Engine, known: Mapping[int, Tensor]) -> None:
         """Gather g_i and ḡ; clients that do not answer leave the round."""
-        if isinstance(engine, SummingEngine) and self.is_shift and self.sums_suffice(engine):
-            kept = engine.keeps_gradients(self.clients)
-            if kept:
-                return self.sum_gradients(engine)
+        if (
+            isinstance(engine, SummingEngine)
+            and self.is_shift
+            and self.sums_suffice(engine)
+            and engine.keeps_gradients(self.clients)
+        ):
+            return self.sum_gradients(engine)
         self.gradients = gather_gradients(self.federation, engine, self.state, self.clients, known)
         self.clients = list(self.gradients)
         self.require_enough(len(self.clients), "gradient phase", engine)

@@ -33,7 +33,7 @@ def share_correct(outputs: Any, targets: Any) -> Tensor | None:
         return None
     if outputs.ndim != targets.ndim + 1 or outputs.ndim < 2:
         return None
-    # Classes along the second axis, as torch's losses have them, or along the last, as language models give them.
+    # Classes along the second axis, as torch's losses have them, or along the last, as models of text give them.
     for axis in (1, outputs.ndim - 1):
         rest = outputs.shape[:axis] + outputs.shape[axis + 1 :]
         if rest == targets.shape and outputs.shape[axis] > 1:
