@@ -19,7 +19,6 @@ from gradalign.fast import fill_channels, pool_before_relu
 from gradalign.flat import FlatModel, all_finite
 from gradalign.local import LocalTrainer
 from gradalign.outer import ProductLinear
-from gradalign.patches import PatchConv2d, convolve_by_patches
 from gradalign.tasks.digits import digits
 
 
@@ -229,39 +228,6 @@ def test_few_channels_agree_with_the_plain_loop(model):
     task = images(model)
     assert LocalTrainer(task, ga.LocalTraining(), 0).channels_last == (model is few_channels)
     close(both(task, ga.FedGA(beta=0.1) + ga.Scaffold(), LOCALS[0]))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("count", [1, 37])
-def test_the_weight_gradient_over_patches_is_the_convolutions(bias, count):
-    """Against torch's own gradient in float64, with images in one block and in several."""
-    torch.manual_seed(4)
-    plain = nn.Conv2d(24, 7, (5, 6), bias=bias).double().to(memory_format=torch.channels_last)
-    patched = copy.deepcopy(plain)
-    convolve_by_patches(patched)
-    assert type(patched) is PatchConv2d
-    inputs = torch.randn(count, 24, 11, 12, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
-    found = []
-    for model in (plain, patched):
-        images = inputs.clone(memory_format=torch.preserve_format).requires_grad_()
-        outputs = model(images)
-        outputs.square().sum().backward()
-        found.append([outputs, images.grad, *(p.grad for p in model.parameters())])
-    for own, other in zip(*found, strict=True):
-        assert torch.allclose(own, other, rtol=1e-10, atol=1e-10)
-
-
-def test_patches_are_used_only_where_they_gain():
-    settings = [{"stride": 2}, {"padding": 1}, {"dilation": 2}, {"padding": "same"}, {"groups": 8}]
-    others = [nn.Conv2d(24, 7, 3), *(nn.Conv2d(24, 8, 5, **more) for more in settings)]
-    for layer in others:
-        convolve_by_patches(layer)
-        assert type(layer) is nn.Conv2d
-    model = lambda: nn.Sequential(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 8, 5), nn.Flatten(), nn.Linear(512, 5))  # noqa: E731
-    task = images(model)
-    kinds = [type(part) for part in LocalTrainer(task, LOCALS[0], 0).flat.module]
-    assert PatchConv2d in kinds
-    close(both(task, ga.FedGA(beta=0.1), LOCALS[0]))
 
 
 def test_parameters_that_a_step_does_not_use_only_decay():

@@ -19,10 +19,10 @@ from gradalign.errors import GradalignError
 from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
 from gradalign.outer import Products, keep_products
-from gradalign.patches import convolve_by_patches
 from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import Purpose, global_stream, torch_stream
+from gradalign.spectrum import convolve_by_spectra
 from gradalign.step import LocalStep, hand_over_gradients
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task, predict
@@ -74,7 +74,7 @@ class LocalTrainer:
         changed = copy.deepcopy(model)
         pool_before_relu(changed)
         fill_channels(changed)
-        convolve_by_patches(changed)
+        convolve_by_spectra(changed)
         changed.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.channels_last = self._same_function(model, changed)
         return changed if self.channels_last else model

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from gradalign.fast import is_hooked, pool_before_relu
 from gradalign.outer import LARGE, has_hooks
-from gradalign.patches import convolve_by_patches
+from gradalign.spectrum import convolve_by_spectra
 from gradalign.tasks.data import Examples, TensorExamples
 from gradalign.tasks.task import Task, predict, share_correct
 from gradalign.training import LocalTraining
@@ -45,7 +45,7 @@ def lockstep_model(task: Task, local: LocalTraining, seed: int) -> nn.Sequential
     if not any(isinstance(layer, nn.Linear) and layer.weight.numel() >= LARGE for layer in model):
         return None
     pool_before_relu(model)
-    convolve_by_patches(model)
+    convolve_by_spectra(model)
     return model
 
 

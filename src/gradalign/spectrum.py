@@ -1,0 +1,199 @@
+"""Convolutions of small images with large windows, as products of their spectra: the same numbers for less arithmetic.
+
+The discrete Fourier transform turns a circular convolution into one product for each frequency. An image of 12×12
+and a window of 5×5 have 144 frequencies, where the direct way multiplies 64·25 times for every pair of channels. The
+transforms are small and dense, so that they too are matrix products, which a CPU does at full speed; they are
+orthogonal up to scale, so that no digits are lost. Everything is linear: backward runs the transposes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_GAIN = 0.8  # share of the direct convolution's multiplications, below which the spectra are faster
+_PREPARED = 200  # multiplications in whose time a number of the weight's spectrum is laid out and collected
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a convolution, as (height, width) each; the padding is zeros on either side."""
+
+    image: tuple[int, int]
+    window: tuple[int, int]
+    padding: tuple[int, int]
+
+    @property
+    def output(self) -> tuple[int, int]:
+        """The size of the images that come out."""
+        sizes = zip(self.image, self.window, self.padding, strict=True)
+        height, width = (image + 2 * padding - window + 1 for image, window, padding in sizes)
+        return height, width
+
+    @property
+    def period(self) -> tuple[int, int]:
+        """The size of the transform: what goes round its edge meets zeros; even, so that real frequencies pair up."""
+        height, width = (image + padding for image, padding in zip(self.image, self.padding, strict=True))
+        return height + height % 2, width + width % 2
+
+
+def spectra_gain(shape: Shape, images: int, into: int, out: int) -> bool:
+    """Return whether spectra take clearly less time, forward and backward together, counted in multiplications."""
+    if min(shape.output) < 1 or any(pad >= window for pad, window in zip(shape.padding, shape.window, strict=True)):
+        return False
+    taps, frequencies = math.prod(shape.window), math.prod(shape.period)
+    pixels, outputs = math.prod(shape.image), math.prod(shape.output)
+    direct = 3 * images * outputs * taps * into * out
+    transforms = 2 * images * frequencies * (pixels * into + outputs * out)
+    products = 6 * images * frequencies * into * out
+    of_weight = frequencies * (2 * taps + _PREPARED) * into * out
+    return transforms + products + of_weight < _GAIN * direct
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The transforms of one shape.
+
+    A spectrum's rows come in pairs: real and imaginary part of one frequency of every two conjugate ones; then, as
+    two more pairs, the four frequencies that are real for real images, the constant one first.
+
+    Attributes:
+        image: (row of the spectrum, pixel).
+        window: (row of the spectrum, tap), conjugate: ``nn.Conv2d`` correlates.
+        output: (pixel, row of the spectrum), back from the product.
+    """
+
+    image: Tensor
+    window: Tensor
+    output: Tensor
+
+
+@lru_cache(maxsize=32)
+def spectrum_of(shape: Shape, dtype: torch.dtype) -> Spectrum:
+    """Return the transforms of a shape."""
+    height, width = shape.period
+    every = itertools.product(range(height), range(width))
+    one_of_two = [(row, column) for row, column in every if (row, column) < (-row % height, -column % width)]
+    real = list(itertools.product((0, height // 2), (0, width // 2)))
+    pairs = len(one_of_two)
+    frequencies = torch.tensor([*one_of_two, *real], dtype=torch.float64) / torch.tensor(shape.period)
+
+    def waves(size: tuple[int, int], sign: int, first: tuple[int, int] = (0, 0)) -> Tensor:
+        """Return cosine and sine of every pair, the cosine of the real frequencies, at the pixels of an image."""
+        rows, columns = (torch.arange(start, start + many) for start, many in zip(first, size, strict=True))
+        turns = torch.cartesian_prod(rows, columns).to(torch.float64).view(-1, 2) @ frequencies.t()
+        cosine, sine = torch.cos(2 * math.pi * turns).t(), torch.sin(2 * math.pi * turns).t()
+        return torch.cat([torch.stack([cosine, sign * sine], dim=1)[:pairs].flatten(0, 1), cosine[pairs:]])
+
+    image, window = waves(shape.image, -1), waves(shape.window, 1)
+    output = waves(shape.output, -1, (-shape.padding[0], -shape.padding[1])) / (height * width)
+    output[: 2 * pairs] *= 2  # for the conjugates
+    return Spectrum(image.to(dtype), window.to(dtype), output.t().contiguous().to(dtype))
+
+
+def _blocks(window: Tensor) -> Tensor:
+    """Return what a pair of rows is multiplied with: [[r, −i], [i, r]] of a window's (pair, part, out, into)."""
+    pairs, _, out, into = window.shape
+    blocks = window.new_empty(pairs, 2, out, 2, into)
+    blocks[:, :, :, 0] = window
+    blocks[:, 1, :, 1] = window[:, 0]
+    torch.neg(window[:, 1], out=blocks[:, 0, :, 1])
+    blocks[-2:, 1, :, 1] = window[-2:, 1]  # two real numbers each
+    blocks[-2:, 0, :, 1] = blocks[-2:, 1, :, 0] = 0
+    return blocks.view(pairs, 2 * out, 2 * into)
+
+
+def _from_blocks(blocks: Tensor) -> Tensor:
+    """Return the transpose of ``_blocks``, of blocks given as (pair, part, out, part, into)."""
+    pairs, _, out, _, into = blocks.shape
+    window = blocks.new_empty(pairs, 2, out, into)
+    torch.add(blocks[:, 0, :, 0], blocks[:, 1, :, 1], out=window[:, 0])
+    torch.sub(blocks[:, 1, :, 0], blocks[:, 0, :, 1], out=window[:, 1])
+    window[-2:, 0], window[-2:, 1] = blocks[-2:, 0, :, 0], blocks[-2:, 1, :, 1]
+    return window
+
+
+class _SpectralConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+        (many, into), out, spectrum = images.shape[:2], len(weight), spectrum_of(shape, images.dtype)
+        rows = len(spectrum.image)
+        taps = weight.permute(2, 3, 0, 1).reshape(-1, out * into)
+        blocks = _blocks((spectrum.window @ taps).view(rows // 2, 2, out, into))
+        pixels = images.permute(0, 2, 3, 1).reshape(many, -1, into)
+        seen = torch.bmm(spectrum.image.expand(many, -1, -1), pixels)
+        product = images.new_empty(many, rows, out)
+        torch.bmm(_by_pair(seen), blocks.mT, out=_by_pair(product))
+        if bias is not None:
+            product[:, -4].add_(bias, alpha=rows)  # the constant frequency, which the way back divides by their number
+        ctx.save_for_backward(seen, blocks)
+        ctx.shape, ctx.spectrum = shape, spectrum
+        outputs = torch.bmm(spectrum.output.expand(many, -1, -1), product)
+        return outputs.view(many, *shape.output, out).permute(0, 3, 1, 2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (seen, blocks), spectrum, shape = ctx.saved_tensors, ctx.spectrum, ctx.shape
+        many, rows, into = seen.shape
+        outwards = gradients[0].permute(0, 2, 3, 1)
+        out = outwards.shape[-1]
+        product = torch.bmm(spectrum.output.t().expand(many, -1, -1), outwards.reshape(many, -1, out))
+        images = weight = bias = None
+        if ctx.needs_input_grad[0]:
+            back = torch.empty_like(seen)
+            torch.bmm(_by_pair(product), blocks, out=_by_pair(back))
+            pixels = torch.bmm(spectrum.image.t().expand(many, -1, -1), back)
+            images = pixels.view(many, *shape.image, into).permute(0, 3, 1, 2)
+        if ctx.needs_input_grad[1]:
+            found = torch.bmm(_by_pair(product).mT, _by_pair(seen)).view(rows // 2, 2, out, 2, into)
+            taps = spectrum.window.t() @ _from_blocks(found).view(rows, -1)
+            weight = (
+                taps.view(*shape.window, out, into).permute(2, 3, 0, 1).contiguous(memory_format=torch.channels_last)
+            )
+        if ctx.needs_input_grad[2]:
+            bias = product[:, -4].sum(0) * rows
+        return images, weight, bias, None
+
+
+def _by_pair(spectra: Tensor) -> Tensor:
+    """Return (image, row, channel) as (pair, image, part and channel), without a copy."""
+    many, rows, channels = spectra.shape
+    return spectra.view(many, rows // 2, 2 * channels).transpose(0, 1)
+
+
+class SpectralConv2d(nn.Conv2d):
+    """A convolution that goes by the spectra wherever that is faster; its parameters are those of ``nn.Conv2d``."""
+
+    def _conv_forward(self, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if images.ndim == 4 and len(images) and not torch.is_autocast_enabled("cpu"):
+            (height, width), (rows, columns), (above, beside) = (
+                images.shape[2:],
+                weight.shape[2:],
+                map(int, self.padding),
+            )
+            shape = Shape((height, width), (rows, columns), (above, beside))
+            if images.dtype == weight.dtype and spectra_gain(shape, len(images), weight.shape[1], len(weight)):
+                return convolve_spectra(images, weight, bias, shape)
+        plain: Tensor = super()._conv_forward(images, weight, bias)
+        return plain
+
+
+def convolve_spectra(images: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+    """Return the convolution of the images, computed by their spectra; fastest with the channels innermost."""
+    outputs: Tensor = _SpectralConvolution.apply(images, weight, bias, shape)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def convolve_by_spectra(module: nn.Module) -> None:
+    """Make the plain convolutions of a model use spectra where that is faster, in place."""
+    for part in module.modules():
+        if type(part) is nn.Conv2d and part.groups == 1 and not isinstance(part.padding, str):
+            dense = set(part.stride) == set(part.dilation) == {1}
+            part.__class__ = SpectralConv2d if dense and part.padding_mode == "zeros" else nn.Conv2d
