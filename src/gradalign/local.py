@@ -29,10 +29,16 @@ from gradalign.tasks.task import Task, predict
 from gradalign.training import LocalTraining
 
 
+def shuffled_passes(examples: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield the examples' indices for ever, each time in a new order."""
+    while True:
+        yield torch.randperm(examples, generator=generator)
+
+
 def shuffled_batches(examples: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield index batches for ever: without replacement within a pass, each pass in a new order."""
-    while True:
-        yield from torch.randperm(examples, generator=generator).split(size)
+    for order in shuffled_passes(examples, generator):
+        yield from order.split(size)
 
 
 def gradient_rows(examples: int, limit: int | None, seed: int, round_index: int, client: int) -> Tensor:

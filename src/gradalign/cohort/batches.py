@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradalign.local import gradient_rows, shuffled_batches
+from gradalign.cohort.products import cross_entropies
+from gradalign.local import gradient_rows, shuffled_batches, shuffled_passes
 from gradalign.replies import GroupUpdate
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.data import TensorExamples
@@ -91,11 +92,11 @@ def plan_batches(
     dtype: torch.dtype,
 ) -> Batches:
     """Lay out all steps; the batches are those of the per-client path."""
-    steps = [local.steps_for(size) for size in sizes]
-    streams = [
-        shuffled_batches(size, local.batch_for(size), torch_stream(seed, Purpose.SHUFFLE, round_index, client))
-        for size, client in zip(sizes, clients, strict=True)
-    ]
+    generators = [torch_stream(seed, Purpose.SHUFFLE, round_index, client) for client in clients]
+    steps, widths = [local.steps_for(size) for size in sizes], [local.batch_for(size) for size in sizes]
+    if len(set(sizes)) == 1:
+        return _equal_batches(generators, sizes[0], widths[0], steps[0], starts)
+    streams = [shuffled_batches(*own) for own in zip(sizes, widths, generators, strict=True)]
     nothing = torch.empty(0, dtype=torch.int64)
     found = Batches(steps=steps, seen=[0] * len(sizes))
     for k in range(max(steps)):
@@ -110,16 +111,41 @@ def plan_batches(
     return found
 
 
+def _equal_batches(
+    generators: Sequence[torch.Generator], size: int, width: int, steps: int, starts: Sequence[int]
+) -> Batches:
+    """Lay out the batches of clients of one size, which all take the same steps, in one go."""
+    one_pass = [min(width, size - first) for first in range(0, size, width)]
+    lengths = list(itertools.islice(itertools.cycle(one_pass), steps))
+    passes = -(-steps // len(one_pass))
+    orders = [torch.cat(list(itertools.islice(shuffled_passes(size, own), passes))) for own in generators]
+    table = torch.stack(orders)[:, : sum(lengths)].add_(torch.tensor(starts).unsqueeze(1))
+    clients = len(generators)
+    return Batches(
+        steps=[steps] * clients,
+        seen=[sum(lengths)] * clients,
+        rows=list(table.split(lengths, dim=1)),
+        weights=[None] * steps,
+        active=[None] * steps,
+    )
+
+
+def take(values: Tensor, rows: Tensor) -> Tensor:
+    """Return the values at a table of row numbers; faster than indexing."""
+    return values.index_select(0, rows.flatten()).view(*rows.shape, *values.shape[1:])
+
+
 def client_losses(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     """Return each client's mean cross-entropy over its batch, as torch has it; outputs are (client, example, class)."""
-    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    if bool((targets == IGNORED).any()):
-        return _mean_of_counted(each, targets, weights)
-    return each.mean(dim=1) if weights is None else (each * weights).sum(dim=1)
+    lowest, highest = targets.aminmax()
+    if int(lowest) >= 0 and int(highest) < outputs.shape[2]:
+        return cross_entropies(outputs, targets, weights)
+    return _mean_of_counted(outputs, targets, weights)
 
 
-def _mean_of_counted(each: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+def _mean_of_counted(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     """Return the mean over the examples whose label is not to be ignored; zero for a client without examples."""
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
     here = torch.ones_like(each) if weights is None else (weights > 0).to(each.dtype)
     counted = here * (targets != IGNORED)
     number = counted.sum(dim=1)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradalign.cohort.batches import Batches, client_losses, gather, gradient_batches, pad, plan_batches, strays
+from gradalign.cohort.batches import Batches, client_losses, gather, gradient_batches, pad, plan_batches, strays, take
 from gradalign.cohort.large import LargeWeight, large_product
 from gradalign.cohort.shelf import Shelf
 from gradalign.flat import Point, all_finite
@@ -161,7 +161,7 @@ class LockstepTrainer:
                 one.requires_grad_()
         with torch.enable_grad():
             outputs = self._outputs(own, inputs.index_select(0, rows.flatten()), len(rows))
-            losses = client_losses(outputs, targets[rows], weights)
+            losses = client_losses(outputs, take(targets, rows), weights)
             losses.sum().backward()
         return losses.detach().double()
 

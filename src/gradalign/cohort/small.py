@@ -9,12 +9,14 @@ loop's up to rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from gradalign.cohort.batches import Batches, client_losses, gather, gradient_batches, pad, plan_batches, strays
+from gradalign.cohort.batches import Batches, client_losses, gather, gradient_batches, pad, plan_batches, strays, take
+from gradalign.cohort.products import own_product, shared_product, stepping_product
 from gradalign.flat import Point, all_finite
 from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate
@@ -23,6 +25,8 @@ from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
 COHORT = 25
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""How a linear layer is applied: inputs, weight and bias of all clients."""
 
 
 class CohortTrainer:
@@ -47,7 +51,10 @@ class CohortTrainer:
 
     def _store(self, vectors: Sequence[Tensor | None], like: Tensor) -> Tensor:
         """Bring one flat vector per client (None: zero) into the stored order."""
-        clients = len(vectors)
+        clients, given = len(vectors), [vector for vector in vectors if vector is not None]
+        if len(given) == clients:
+            pieces = torch.stack(given).to(self.dtype).split([shape.numel() for shape in self.shapes], dim=1)
+            return torch.cat([piece.reshape(-1) for piece in pieces])
         stored = torch.zeros(clients * like.numel(), dtype=self.dtype)
         offset = 0
         for shape, block in zip(self.shapes, self._blocks(stored, clients), strict=True):
@@ -66,17 +73,12 @@ class CohortTrainer:
         """Return one row per client."""
         return torch.cat([block.reshape(clients, -1) for block in self._blocks(stored, clients)], dim=1)
 
-    def _outputs(self, parameters: list[Tensor], inputs: Tensor) -> Tensor:
+    def _outputs(self, parameters: Sequence[Tensor], inputs: Tensor, product: Product = own_product) -> Tensor:
         """Return every client's outputs for its own batch: (client, example, class)."""
         left = iter(parameters)
         for layer in self.layers:
             if type(layer) is nn.Linear:
-                weight = next(left).transpose(1, 2)
-                inputs = (
-                    torch.baddbmm(next(left).unsqueeze(1), inputs, weight)
-                    if layer.bias is not None
-                    else inputs @ weight
-                )
+                inputs = product(inputs, next(left), next(left) if layer.bias is not None else None)
             elif type(layer) is nn.Flatten:
                 inputs = inputs.flatten(2)
             else:
@@ -114,21 +116,20 @@ class CohortTrainer:
         limit: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """Return the clients' gradients, a row for each, their losses, accuracies and numbers of examples."""
-        count = len(clients)
         inputs, targets, starts = gather(examples, self.dtype)
         taken = gradient_batches(examples, clients, limit, self.seed, round_index)
         rows, weights = pad(taken, starts, self.dtype)
-        stored = self._spread(point.x, count)
-        gradient = torch.zeros_like(stored)
-        leaves = self._leaves(stored, gradient, count)
-        labels = targets[rows]
+        labels = take(targets, rows)
+        found: list[Tensor] = []
         with torch.enable_grad():
-            outputs = self._outputs(leaves, inputs[rows])
+            shared = [block[0] for block in self._blocks(point.x.to(self.dtype), 1)]
+            outputs = self._outputs(shared, take(inputs, rows), partial(shared_product, found=found))
             losses = client_losses(outputs, labels, weights)
             losses.sum().backward()
         right = (outputs.detach().argmax(dim=2) == labels).double()
         accuracy = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
-        return self._unstore(gradient, count), losses.detach().double(), accuracy, [len(own) for own in taken]
+        vectors = torch.cat([each.flatten(1) for each in reversed(found)], dim=1)
+        return vectors, losses.detach().double(), accuracy, [len(own) for own in taken]
 
     def gradient_sum(
         self,
@@ -199,7 +200,8 @@ class CohortTrainer:
         """
         count = len(clients)
         if shelves:
-            plans = [Plan(displacement=along * shelf[: len(point.x)]) for shelf in shelves]
+            length = len(point.x)
+            plans = [Plan(displacement=row) for row in along * torch.stack([shelf[:length] for shelf in shelves])]
         stored, start, losses, batches = self._train(point, plans, examples, clients, round_index, lr)
         shares = torch.tensor(weights, dtype=self.dtype)
         blocks = self._blocks(stored.sub_(start), count)
@@ -249,7 +251,9 @@ class CohortTrainer:
         for rows, weights, active in zip(batches.rows, batches.weights, batches.active, strict=True):
             if inside and shift is not None:
                 torch.add(z, shift, out=y)
-            losses = self._direction(leaves, direction, y, inputs[rows], targets[rows], weights, constant, pull)
+            losses = self._direction(
+                leaves, direction, y, take(inputs, rows), take(targets, rows), weights, constant, pull
+            )
             total += losses
             if local.momentum:
                 velocity = direction.clone() if velocity is None else velocity.mul_(local.momentum).add_(direction)
@@ -259,14 +263,13 @@ class CohortTrainer:
 
     def _walk_bare(self, z: Tensor, count: int, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Tensor:
         """Take all steps when a step is nothing but z ← z − lr·∇f(z), moving ``z``; return the summed losses."""
-        blocks = self._blocks(z, count)
-        leaves = [block.detach().requires_grad_() for block in blocks]
+        parameters = self._blocks(z, count)
         total = torch.zeros(count, dtype=torch.float64)
         for rows, weights in zip(batches.rows, batches.weights, strict=True):
-            losses = client_losses(self._outputs(leaves, inputs[rows]), targets[rows], weights)
+            outputs = self._outputs(parameters, take(inputs, rows), partial(stepping_product, lr=lr))
+            losses = client_losses(outputs, take(targets, rows), weights)
             # A client that is done has examples of weight zero only, and so gradients of zero.
-            for block, gradient in zip(blocks, torch.autograd.grad(losses.sum(), leaves), strict=True):
-                block.add_(gradient, alpha=-lr)
+            losses.sum().backward()
             total += losses.detach()
         return total
 
