@@ -102,6 +102,18 @@ def test_other_local_settings_agree_too(local):
         assert float((a - b).norm()) < 1e-5 * float(b.norm())
 
 
+@pytest.mark.parametrize("decay", [0.01, 3.0, 19.5], ids=["a little", "much", "past zero"])
+@pytest.mark.parametrize("algorithm", [ga.FedAvg(), ga.FedGA(beta=0.2)], ids=["fedavg", "fedga"])
+@pytest.mark.parametrize("model", [convolutional, wide])
+def test_weight_decay_goes_in_lockstep_too(model, algorithm, decay):
+    """Also where clients take unequally many steps, and where a step's 1 − lr·decay is negative."""
+    local = ga.LocalTraining(lr=0.1, epochs=1, batch_size=4, weight_decay=decay)
+    task = task_of(model)
+    assert GroupTrainer(task, local, 0, crowd=28).lockstep is not None
+    assert len({local.steps_for(len(task.client(client))) for client in range(28)}) > 1
+    close(*runs(task, algorithm, local))
+
+
 def test_dropout_between_the_phases_leaves_the_others_gradients_where_they_are():
     close(*runs(task_of(convolutional), ga.FedGA(beta=0.2), LOCAL, dropout=0.4, rounds=2))
 

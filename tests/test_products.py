@@ -25,18 +25,19 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 @settings(max_examples=30, deadline=None)
-@given(clients=sizes, rows=sizes, into=sizes, out=sizes, bias=st.booleans(), first=st.booleans())
-def test_backward_takes_each_client_s_step(clients, rows, into, out, bias, first):
-    """W ← W − α·∂f/∂W and b ← b − α·∂f/∂b of each client's own loss, by torch.autograd one client at a time."""
+@given(clients=sizes, rows=sizes, into=sizes, out=sizes, bias=st.booleans(), first=st.booleans(),
+       decay=st.sampled_from([0.0, 0.2]))  # fmt: skip
+def test_backward_takes_each_client_s_step(clients, rows, into, out, bias, first, decay):
+    """W ← W − α(∂f/∂W + λW), and so the bias, of each client's own loss, by torch.autograd one client at a time."""
     inputs, outwards = numbers(clients, rows, into), numbers(clients, rows, out, seed=1)
     weight, offset = numbers(clients, out, into, seed=2), numbers(clients, out, seed=3) if bias else None
     expected = []
     for i in range(clients):
         leaves = [t[i].clone().requires_grad_() for t in (inputs, weight, offset) if t is not None]
         F.linear(*leaves).backward(outwards[i])
-        expected.append([leaves[0].grad, *(leaf.detach() - 0.3 * leaf.grad for leaf in leaves[1:])])
+        expected.append([leaves[0].grad, *((1 - 0.3 * decay) * leaf.detach() - 0.3 * leaf.grad for leaf in leaves[1:])])
     inputs.requires_grad_(not first)
-    found = stepping_product(inputs, weight, offset, lr=0.3)
+    found = stepping_product(inputs, weight, offset, lr=0.3, decay=decay)
     found.backward(outwards)
     results = [None if first else inputs.grad, weight, offset]
     for i, known in enumerate(expected):

@@ -35,7 +35,7 @@ def lockstep_model(task: Task, local: LocalTraining, seed: int) -> nn.Sequential
     That gains most where the batches are small and the model has a linear layer so large that reading it costs more
     than the arithmetic.
     """
-    if local.momentum or local.weight_decay or local.clip_norm is not None:
+    if local.momentum or local.clip_norm is not None:
         return None
     if local.batch_size is None or local.batch_size > SMALL_BATCH:
         return None

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class LargeWeight:
-    """W_i = start + O_iᵀ·X_i of every client i; ``start`` is one matrix for all clients, or one for each.
+    """W_i = s_i·start + O_iᵀ·X_i of every client i; ``start`` is one matrix for all clients, or one for each.
+
+    s_i is what weight decay has left of the start; without decay it is 1 and not kept.
 
     Args:
         start: (out, in) or (client, out, in).
@@ -20,7 +22,10 @@ class LargeWeight:
 
     def __init__(self, start: Tensor, outwards: Tensor, inputs: Tensor, factor: float) -> None:
         self.start, self.outwards, self.inputs, self.factor = start, outwards, inputs, factor
-        self.given = outwards.shape[1]
+        self.given = outwards
+        self.left: Tensor | None = None
+        self.keep: Tensor | None = None
+        """What the next step leaves of each client's weight, 1 − lr·decay: (client, 1, 1); None for all of it."""
 
     @classmethod
     def at(cls, start: Tensor, clients: int, factor: float) -> LargeWeight:
@@ -40,20 +45,36 @@ class LargeWeight:
             torch.mm(rows, start, out=product)
         else:
             torch.bmm(each, start, out=self.by_client(product))
+        if self.left is not None:
+            self.by_client(product).mul_(self.left)
         if self.inputs.shape[1]:
             first, second = (self.outwards, self.inputs) if backward else (self.inputs, self.outwards)
             self.by_client(product).baddbmm_(torch.bmm(each, first.mT), second)
         return product
 
     def step(self, outwards: Tensor, inputs: Tensor) -> None:
-        """Move every client's weight by factor·outwardsᵀ·inputs, its gradient being outwardsᵀ·inputs."""
-        self.outwards = torch.cat([self.outwards, self.by_client(self.factor * outwards)], dim=1)
+        """Move every client's weight by factor·outwardsᵀ·inputs, its gradient being outwardsᵀ·inputs, after decay."""
+        before = self.outwards
+        if self.keep is not None:
+            before = before * self.keep
+            self.left = self.keep if self.left is None else self.left * self.keep
+        self.outwards = torch.cat([before, self.by_client(self.factor * outwards)], dim=1)
         self.inputs = torch.cat([self.inputs, self.by_client(inputs)], dim=1)
 
     def sum_of_steps(self, shares: Tensor, out: Tensor) -> None:
         """Write Σ w_i of what client i's steps have added to ``out``."""
-        outwards = self.outwards[:, self.given :] * shares.view(-1, 1, 1)
-        torch.mm(outwards.flatten(0, 1).t(), self.inputs[:, self.given :].flatten(0, 1), out=out)
+        given, shares = self.given.shape[1], shares.view(-1, 1, 1)
+        outwards = self.outwards[:, given:] * shares
+        torch.mm(outwards.flatten(0, 1).t(), self.inputs[:, given:].flatten(0, 1), out=out)
+        if self.left is None:
+            return
+        lost = shares * (self.left - 1)  # of the start and of what was given, which have decayed
+        if self.start.ndim == 2:
+            out.add_(self.start, alpha=float(lost.sum()))
+        else:
+            out.add_(torch.tensordot(lost.flatten(), self.start, dims=1))
+        if given:
+            out.addmm_((self.given * lost).flatten(0, 1).t(), self.inputs[:, :given].flatten(0, 1))
 
 
 class _LargeProduct(torch.autograd.Function):

@@ -9,7 +9,8 @@ activations and pooling see all clients' examples as one batch.
 A gradient at x is of the same form. So a displacement v_i = common + β·g_i is one large matrix for everybody and thin
 factors for each, which wait on the client's *shelf* between the two phases of a round.
 
-Only steps without momentum, decay, clipping, correction or pull are of this form; others take the per-client path.
+Weight decay multiplies W and the rows so far. Steps with momentum, clipping, correction or pull are not of this form;
+they take the per-client path.
 """
 
 from __future__ import annotations
@@ -147,12 +148,25 @@ class LockstepTrainer:
 
     def _steps(self, own: Own, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Iterator[Tensor]:
         """Take all steps, changing ``own``; yield each step's losses."""
-        for rows, weights in zip(batches.rows, batches.weights, strict=True):
+        for rows, weights, active in zip(batches.rows, batches.weights, batches.active, strict=True):
+            keep = self._kept(lr, active, len(rows))
+            for one in own:
+                if isinstance(one, LargeWeight) and keep is not None:
+                    one.keep = keep.view(-1, 1, 1)
             yield self._backward(own, inputs, targets, rows, weights)
             # A client that is done has examples of weight zero only, and so gradients of zero.
             for one in own:
                 if isinstance(one, Tensor):
+                    if keep is not None:
+                        one.detach().mul_(keep.view(-1, *[1] * (one.ndim - 1)))
                     one.detach().add_(_taken(one), alpha=-lr)
+
+    def _kept(self, lr: float, active: Tensor | None, clients: int) -> Tensor | None:
+        """Return what weight decay leaves of each client's parameters in a step: 1 − lr·decay, 1 for those done."""
+        if not self.local.weight_decay:
+            return None
+        stepping = torch.ones(clients, dtype=self.dtype) if active is None else active
+        return 1 - lr * self.local.weight_decay * stepping
 
     def _backward(self, own: Own, inputs: Tensor, targets: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Leave the gradients of all clients' losses in ``own``; return the losses."""

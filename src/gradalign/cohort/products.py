@@ -48,35 +48,37 @@ def shared_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, found
 class _SteppingProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, lr: float, inwards_wanted: bool
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, lr: float, decay: float, inwards_wanted: bool
     ) -> Tensor:
         ctx.save_for_backward(inputs)
-        ctx.weight, ctx.bias, ctx.lr, ctx.inwards_wanted = weight, bias, lr, inwards_wanted
+        ctx.weight, ctx.bias, ctx.inwards_wanted = weight, bias, inwards_wanted
+        ctx.lr, ctx.keep = lr, 1 - lr * decay
         return own_product(inputs, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         (inputs,), outwards = ctx.saved_tensors, gradients[0]
         inwards = torch.bmm(outwards, ctx.weight) if ctx.inwards_wanted else None
-        ctx.weight.baddbmm_(outwards.mT, inputs, alpha=-ctx.lr)
+        ctx.weight.baddbmm_(outwards.mT, inputs, beta=ctx.keep, alpha=-ctx.lr)
         if ctx.bias is not None:
-            ctx.bias.sub_(outwards.sum(dim=1), alpha=ctx.lr)
-        return inwards, None, None, None, None
+            ctx.bias.mul_(ctx.keep).sub_(outwards.sum(dim=1), alpha=ctx.lr)
+        return inwards, None, None, None, None, None
 
 
-def stepping_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, lr: float) -> Tensor:
-    """Return each client's linear map of its own rows; backward moves weight and bias by −lr times their gradients.
+def stepping_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, lr: float, decay: float = 0.0) -> Tensor:
+    """Return each client's linear map of its own rows; backward takes a step of SGD with weight and bias.
 
     Args:
         inputs: (client, row, in).
         weight: (client, out, in), changed by backward, which is to come by once.
         bias: (client, out), changed likewise.
         lr: α.
+        decay: What of weight and bias is added to their gradients.
     """
     wanted = inputs.requires_grad
     inputs = inputs if wanted else inputs.detach().requires_grad_()  # or backward would not come by the first layer
-    outputs: Tensor = _SteppingProduct.apply(inputs, weight, bias, lr, wanted)  # type: ignore[no-untyped-call]
+    outputs: Tensor = _SteppingProduct.apply(inputs, weight, bias, lr, decay, wanted)  # type: ignore[no-untyped-call]
     return outputs
 
 

@@ -242,7 +242,8 @@ class CohortTrainer:
         if shift is not None and not inside:
             y.add_(shift)
         start = z.clone()
-        if constant is None and not (pull or local.weight_decay or local.momentum or local.clip_norm or inside):
+        together = local.weight_decay == 0 or all(active is None for active in batches.active)
+        if together and constant is None and not (pull or local.momentum or local.clip_norm or inside):
             return z, start, self._walk_bare(z, count, inputs, targets, batches, lr)
         direction = torch.zeros_like(y)
         leaves = self._leaves(y, direction, count)
@@ -262,11 +263,11 @@ class CohortTrainer:
         return z, start, total
 
     def _walk_bare(self, z: Tensor, count: int, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Tensor:
-        """Take all steps when a step is nothing but z ← z − lr·∇f(z), moving ``z``; return the summed losses."""
-        parameters = self._blocks(z, count)
+        """Take all steps when a step is just z ← z − lr·(∇f(z) + decay·z), moving ``z``; return the summed losses."""
+        parameters, product = self._blocks(z, count), partial(stepping_product, lr=lr, decay=self.local.weight_decay)
         total = torch.zeros(count, dtype=torch.float64)
         for rows, weights in zip(batches.rows, batches.weights, strict=True):
-            outputs = self._outputs(parameters, take(inputs, rows), partial(stepping_product, lr=lr))
+            outputs = self._outputs(parameters, take(inputs, rows), product)
             losses = client_losses(outputs, take(targets, rows), weights)
             # A client that is done has examples of weight zero only, and so gradients of zero.
             losses.sum().backward()
