@@ -28,6 +28,8 @@ from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task, predict
 from gradalign.training import LocalTraining
 
+CHUNK = 300  # examples that the gradient phase takes at once: what an LSTM leaves behind for more outgrows the caches
+
 
 def shuffled_passes(examples: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield the examples' indices for ever, each time in a new order."""
@@ -149,7 +151,7 @@ class LocalTrainer:
         """
         count = len(examples)
         index = gradient_rows(count, limit, self.seed, round_index, client)
-        chunk = max(2 * self.local.batch_for(count), 600)
+        chunk = max(2 * self.local.batch_for(count), CHUNK)
         flat = self.flat
         flat.load(point)
         flat.module.train()
