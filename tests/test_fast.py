@@ -230,6 +230,37 @@ def test_few_channels_agree_with_the_plain_loop(model):
     close(both(task, ga.FedGA(beta=0.1) + ga.Scaffold(), LOCALS[0]))
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.ELU, nn.SiLU])
+def test_activations_in_place_agree_in_cohorts(activation):
+    model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 8), activation(inplace=True), nn.Linear(8, 3))  # noqa: E731
+    plain = small(26, [9])
+    task = ga.Task(model=model, clients=plain.clients, test=plain.client(0))
+    assert GroupTrainer(task, LOCALS[0], 0, crowd=26).cohort is not None
+    close(both(task, ga.FedGA(beta=0.1), LOCALS[0]))
+
+
+def test_a_decay_too_small_for_one_step_is_not_lost_over_many():
+    """lr·decay = 1e-8 is nothing beside 1 in float32; 3,000 steps of it are."""
+    local = ga.LocalTraining(lr=0.001, steps=3000, batch_size=4, weight_decay=1e-5)
+    task = small(26, [4])
+    assert GroupTrainer(task, local, 0, crowd=26).cohort is not None
+    quiet = ga.Measure(test_every=0, train_every=0)
+    runs = [
+        ga.run(task, ga.FedAvg(), rounds=1, local=local, workers=0, fast=fast, measure=quiet) for fast in (True, False)
+    ]
+    fast, plain = (vector(run) for run in runs)
+    assert float((fast - plain).norm()) < 3e-6 * float(plain.norm())
+
+
+def test_a_watched_weight_of_a_convolution_keeps_its_watcher():
+    def model() -> nn.Module:
+        made = convolutional()
+        made[0].weight.register_hook(lambda gradient: 0.5 * gradient)
+        return made
+
+    close(both(images(model), ga.FedAvg(), LOCALS[0]))
+
+
 def test_parameters_that_a_step_does_not_use_only_decay():
     """y ← y − α·wd·y for a parameter without a gradient, K times."""
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import gradalign as ga
 from gradalign.local import LocalTrainer
+from gradalign.outer import ProductLinear
 from gradalign.spectrum import Shape, SpectralConv2d, convolve_by_spectra, convolve_spectra, spectra_gain, spectrum_of
 from test_fast import both, close
 
@@ -87,6 +88,42 @@ def _distance(own: Tensor, truth: Tensor) -> float:
     return float((own.double() - truth).norm() / truth.norm())
 
 
+def test_gradients_can_be_differentiated_again():
+    """Hessian products of a model with spectra: those of torch's convolution, in float64."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(24, 48, 5, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(4800, 2)).double()
+    spectral = copy.deepcopy(plain)
+    convolve_by_spectra(spectral)
+    assert spectra_gain(Shape((12, 12), (5, 5), (1, 1)), 40, 24, 48)
+    images = torch.randn(40, 24, 12, 12, dtype=torch.float64, requires_grad=True)
+    found = []
+    for model in (plain, spectral):
+        leaves = [images, *model.parameters()]
+        first = torch.autograd.grad(model(images).sin().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+    for known, own in zip(*found, strict=True):
+        assert torch.allclose(known, own, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("bias", [None, 0.0, 0.25])
+def test_blank_windows_give_exactly_the_bias(bias):
+    """Zeros in, zeros out: to a ReLU that follows, a rounding error would be a positive number."""
+    layer = nn.Conv2d(24, 48, 5, padding=2, bias=bias is not None)
+    if bias is not None:
+        nn.init.constant_(layer.bias, bias)
+    spectral = copy.deepcopy(layer)
+    convolve_by_spectra(spectral)
+    images = torch.randn(60, 24, 12, 12)
+    images[:, :, 5:] = 0
+    assert spectra_gain(Shape((12, 12), (5, 5), (2, 2)), 60, 24, 48)
+    known, own = layer(images), spectral(images)
+    assert torch.allclose(known, own, atol=1e-5)
+    assert not torch.equal(known, own)
+    if not bias:
+        assert torch.equal((known == 0).nonzero(), (own == 0).nonzero())
+        assert int((own == 0).sum()) == 60 * 48 * 5 * 12, "rows 7 to 11 see only zeros"
+
+
 def test_spectra_are_used_only_where_they_gain():
     """By hand: of 78 images each takes 9.83 M multiplications directly, 4.28 M + 250·295 k/78 by spectra."""
     paper = Shape((12, 12), (5, 5), (0, 0))
@@ -96,6 +133,7 @@ def test_spectra_are_used_only_where_they_gain():
     assert not spectra_gain(Shape((28, 28), (5, 5), (0, 0)), 78, 1, 32), "a large image"
     assert not spectra_gain(Shape((4, 4), (5, 5), (0, 0)), 78, 32, 64), "nothing comes out"
     assert not spectra_gain(Shape((12, 12), (5, 5), (5, 5)), 78, 32, 64), "more padding than the period holds"
+    assert not spectra_gain(Shape((128, 128), (11, 11), (0, 0)), 10**6, 512, 512), "a transform of a gigabyte"
 
 
 @pytest.mark.parametrize("options", [{"stride": 2}, {"dilation": 2}, {"padding": "same"}, {"groups": 4},
@@ -106,7 +144,7 @@ def test_other_convolutions_stay_as_they_are(options):
     assert type(layer) is nn.Conv2d
 
 
-def test_unbatched_images_and_autocast_take_the_plain_way():
+def test_halves_unbatched_images_and_autocast_take_the_plain_way():
     layer = nn.Conv2d(32, 64, 5)
     spectral = copy.deepcopy(layer)
     convolve_by_spectra(spectral)
@@ -115,13 +153,16 @@ def test_unbatched_images_and_autocast_take_the_plain_way():
     many = torch.randn(64, 32, 12, 12)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(spectral(many), layer(many))
+    assert torch.equal(spectral.bfloat16()(many.bfloat16()), layer.bfloat16()(many.bfloat16()))
 
 
+@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("algorithm", [ga.FedGA(beta=0.1), ga.FedAvg() + ga.Scaffold()])
-def test_a_run_by_spectra_agrees_with_the_plain_one(algorithm):
+def test_a_run_by_spectra_agrees_with_the_plain_one(algorithm, inplace):
     model = lambda: nn.Sequential(  # noqa: E731
-        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 48, 5, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3072, 5)
-    )
+        nn.Conv2d(3, 32, 3), nn.ReLU(inplace), nn.Conv2d(32, 48, 5, padding=1), nn.ReLU(inplace), nn.Flatten(),
+        nn.Linear(3072, 48), nn.ReLU(inplace), nn.Linear(48, 5),
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     data = [
         (torch.randn(70, 3, 12, 12, generator=generator), torch.randint(5, (70,), generator=generator))
@@ -130,6 +171,6 @@ def test_a_run_by_spectra_agrees_with_the_plain_one(algorithm):
     task = ga.Task(model=model, clients=data, test=data[0])
     local = ga.LocalTraining(lr=0.02, steps=3, batch_size=60)
     trainer = LocalTrainer(task, local, 0)
-    assert SpectralConv2d in {type(part) for part in trainer.flat.module}
+    assert {SpectralConv2d, ProductLinear} < {type(part) for part in trainer.flat.module}
     assert spectra_gain(Shape((10, 10), (5, 5), (1, 1)), 60, 32, 48)
     close(both(task, algorithm, local))

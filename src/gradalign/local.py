@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gradalign.errors import GradalignError
 from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
-from gradalign.outer import Products, keep_products
+from gradalign.outer import Products, has_hooks, keep_products
 from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import Purpose, global_stream, torch_stream
@@ -77,7 +77,8 @@ class LocalTrainer:
 
     def _faster(self, model: nn.Module) -> nn.Module:
         """Return a copy of the model that computes the same faster, or the model itself when the copy does not."""
-        if not gains_from_channels_last(model):
+        watched = any(has_hooks(p) for p in model.parameters())  # a copy would have lost who watches
+        if watched or not gains_from_channels_last(model):
             return model
         changed = copy.deepcopy(model)
         pool_before_relu(changed)

@@ -60,7 +60,7 @@ def keep_products(module: nn.Module) -> None:
     left as they are: a model that differentiates itself, or a hook on a weight, would miss the gradient.
     """
     parts = list(module.modules())
-    if type(module) is not nn.Sequential or not all(type(part).__module__.startswith("torch.nn.") for part in parts):
+    if type(module) is not nn.Sequential or not all(_is_torch_s_own(part) for part in parts):
         return
     names = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
     for part in parts:
@@ -68,6 +68,12 @@ def keep_products(module: nn.Module) -> None:
             used_once = names.count(id(part.weight)) == 1
             if used_once and not has_hooks(part.weight):
                 part.__class__ = ProductLinear
+
+
+def _is_torch_s_own(part: nn.Module) -> bool:
+    """Return whether a module is one of torch's, or one that this library has put in its place."""
+    place = type(part).__module__
+    return place.startswith("torch.nn.") or place in ("gradalign.fast", "gradalign.spectrum")
 
 
 def has_hooks(parameter: Tensor) -> bool:

@@ -3,7 +3,8 @@
 The discrete Fourier transform turns a circular convolution into one product for each frequency. An image of 12×12
 and a window of 5×5 have 144 frequencies, where the direct way multiplies 64·25 times for every pair of channels. The
 transforms are small and dense, so that they too are matrix products, which a CPU does at full speed; they are
-orthogonal up to scale, so that no digits are lost. Everything is linear: backward runs the transposes.
+orthogonal up to scale, so that the error is one of the last digit of an image's largest numbers, as elsewhere.
+Everything is linear: backward runs the transposes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+_LARGEST = 2**20  # numbers in a transform: a few megabytes, for images of up to 32×32
 _GAIN = 0.8  # share of the direct convolution's multiplications, below which the spectra are faster
 _PREPARED = 200  # multiplications in whose time a number of the weight's spectrum is laid out and collected
 
@@ -49,6 +52,8 @@ def spectra_gain(shape: Shape, images: int, into: int, out: int) -> bool:
         return False
     taps, frequencies = math.prod(shape.window), math.prod(shape.period)
     pixels, outputs = math.prod(shape.image), math.prod(shape.output)
+    if frequencies * max(pixels, outputs) > _LARGEST:
+        return False
     direct = 3 * images * outputs * taps * into * out
     transforms = 2 * images * frequencies * (pixels * into + outputs * out)
     products = 6 * images * frequencies * into * out
@@ -77,6 +82,11 @@ class Spectrum:
 @lru_cache(maxsize=32)
 def spectrum_of(shape: Shape, dtype: torch.dtype) -> Spectrum:
     """Return the transforms of a shape."""
+    with torch.device("cpu"):  # whatever a user's program has set
+        return _make_spectrum(shape, dtype)
+
+
+def _make_spectrum(shape: Shape, dtype: torch.dtype) -> Spectrum:
     height, width = shape.period
     every = itertools.product(range(height), range(width))
     one_of_two = [(row, column) for row, column in every if (row, column) < (-row % height, -column % width)]
@@ -120,6 +130,8 @@ def _from_blocks(blocks: Tensor) -> Tensor:
 
 
 class _SpectralConvolution(torch.autograd.Function):
+    """From images, weight and bias to (image, pixel, channel): a result of its own, which may be changed in place."""
+
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
         (many, into), out, spectrum = images.shape[:2], len(weight), spectrum_of(shape, images.dtype)
@@ -132,34 +144,33 @@ class _SpectralConvolution(torch.autograd.Function):
         torch.bmm(_by_pair(seen), blocks.mT, out=_by_pair(product))
         if bias is not None:
             product[:, -4].add_(bias, alpha=rows)  # the constant frequency, which the way back divides by their number
-        ctx.save_for_backward(seen, blocks)
+        ctx.save_for_backward(images, weight, seen, blocks)
         ctx.shape, ctx.spectrum = shape, spectrum
         outputs = torch.bmm(spectrum.output.expand(many, -1, -1), product)
-        return outputs.view(many, *shape.output, out).permute(0, 3, 1, 2)
+        return outputs if _moves_off_zero(bias) else _exact_where_blank(outputs, images, bias, shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        (seen, blocks), spectrum, shape = ctx.saved_tensors, ctx.spectrum, ctx.shape
+        (images, weight, seen, blocks), spectrum, shape = ctx.saved_tensors, ctx.spectrum, ctx.shape
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # somebody will differentiate this again: by torch's own convolution
+            return *_differentiable(gradients[0], images, weight, shape, needs[:3]), None
         many, rows, into = seen.shape
-        outwards = gradients[0].permute(0, 2, 3, 1)
-        out = outwards.shape[-1]
-        product = torch.bmm(spectrum.output.t().expand(many, -1, -1), outwards.reshape(many, -1, out))
-        images = weight = bias = None
-        if ctx.needs_input_grad[0]:
+        out = len(weight)
+        product = torch.bmm(spectrum.output.t().expand(many, -1, -1), gradients[0])
+        of_images = of_weight = of_bias = None
+        if needs[0]:
             back = torch.empty_like(seen)
             torch.bmm(_by_pair(product), blocks, out=_by_pair(back))
             pixels = torch.bmm(spectrum.image.t().expand(many, -1, -1), back)
-            images = pixels.view(many, *shape.image, into).permute(0, 3, 1, 2)
-        if ctx.needs_input_grad[1]:
+            of_images = pixels.view(many, *shape.image, into).permute(0, 3, 1, 2)
+        if needs[1]:
             found = torch.bmm(_by_pair(product).mT, _by_pair(seen)).view(rows // 2, 2, out, 2, into)
-            taps = spectrum.window.t() @ _from_blocks(found).view(rows, -1)
-            weight = (
-                taps.view(*shape.window, out, into).permute(2, 3, 0, 1).contiguous(memory_format=torch.channels_last)
-            )
-        if ctx.needs_input_grad[2]:
-            bias = product[:, -4].sum(0) * rows
-        return images, weight, bias, None
+            taps = (spectrum.window.t() @ _from_blocks(found).view(rows, -1)).view(*shape.window, out, into)
+            of_weight = taps.permute(2, 3, 0, 1).contiguous(memory_format=torch.channels_last)
+        if needs[2]:
+            of_bias = product[:, -4].sum(0) * rows
+        return of_images, of_weight, of_bias, None
 
 
 def _by_pair(spectra: Tensor) -> Tensor:
@@ -168,27 +179,52 @@ def _by_pair(spectra: Tensor) -> Tensor:
     return spectra.view(many, rows // 2, 2 * channels).transpose(0, 1)
 
 
-class SpectralConv2d(nn.Conv2d):
-    """A convolution that goes by the spectra wherever that is faster; its parameters are those of ``nn.Conv2d``."""
+def _moves_off_zero(bias: Tensor | None) -> bool:
+    """Return whether the bias keeps every channel's outputs for blank windows away from zero."""
+    return bias is not None and not bool((bias == 0).any())
 
-    def _conv_forward(self, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if images.ndim == 4 and len(images) and not torch.is_autocast_enabled("cpu"):
-            (height, width), (rows, columns), (above, beside) = (
-                images.shape[2:],
-                weight.shape[2:],
-                map(int, self.padding),
-            )
-            shape = Shape((height, width), (rows, columns), (above, beside))
-            if images.dtype == weight.dtype and spectra_gain(shape, len(images), weight.shape[1], len(weight)):
-                return convolve_spectra(images, weight, bias, shape)
-        plain: Tensor = super()._conv_forward(images, weight, bias)
-        return plain
+
+def _exact_where_blank(outputs: Tensor, images: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+    """Return the outputs with exactly the bias where a window sees nothing but zeros.
+
+    Spectra leave rounding errors there, and to a ReLU that follows a zero is not what a tiny number is.
+    """
+    (above, beside), marked = shape.padding, (images != 0).any(dim=1, keepdim=True)
+    padded = F.pad(marked.to(images.dtype), (beside, beside, above, above))
+    blank = F.max_pool2d(padded, shape.window, stride=1).view(len(images), -1, 1) == 0
+    return torch.where(blank, torch.zeros_like(outputs[:1, :1]) if bias is None else bias, outputs)
+
+
+def _differentiable(
+    outwards: Tensor, images: Tensor, weight: Tensor, shape: Shape, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of images, weight and bias, so that they can be differentiated once more."""
+    back = outwards.reshape(len(images), *shape.output, len(weight)).permute(0, 3, 1, 2)
+    found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
+        back, images, weight, [len(weight)], [1, 1], list(shape.padding), [1, 1], False, [0, 0], 1, list(needs)
+    )
+    return found
 
 
 def convolve_spectra(images: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
     """Return the convolution of the images, computed by their spectra; fastest with the channels innermost."""
-    outputs: Tensor = _SpectralConvolution.apply(images, weight, bias, shape)  # type: ignore[no-untyped-call]
-    return outputs
+    pixels: Tensor = _SpectralConvolution.apply(images, weight, bias, shape)  # type: ignore[no-untyped-call]
+    return pixels.view(len(images), *shape.output, len(weight)).permute(0, 3, 1, 2)
+
+
+class SpectralConv2d(nn.Conv2d):
+    """A convolution that goes by the spectra wherever that is faster; its parameters are those of ``nn.Conv2d``."""
+
+    def _conv_forward(self, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        precise = images.dtype == weight.dtype and weight.dtype in (torch.float32, torch.float64)
+        if images.ndim == 4 and len(images) and precise and not torch.is_autocast_enabled("cpu"):
+            above, beside = (int(pad) for pad in self.padding)
+            (height, width), (rows, columns) = images.shape[2:], weight.shape[2:]
+            shape = Shape((height, width), (rows, columns), (above, beside))
+            if spectra_gain(shape, len(images), weight.shape[1], len(weight)):
+                return convolve_spectra(images, weight, bias, shape)
+        plain: Tensor = super()._conv_forward(images, weight, bias)
+        return plain
 
 
 def convolve_by_spectra(module: nn.Module) -> None:
@@ -196,4 +232,5 @@ def convolve_by_spectra(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Conv2d and part.groups == 1 and not isinstance(part.padding, str):
             dense = set(part.stride) == set(part.dilation) == {1}
-            part.__class__ = SpectralConv2d if dense and part.padding_mode == "zeros" else nn.Conv2d
+            if dense and part.padding_mode == "zeros":
+                part.__class__ = SpectralConv2d

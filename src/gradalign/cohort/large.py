@@ -25,7 +25,8 @@ class LargeWeight:
         self.given = outwards
         self.left: Tensor | None = None
         self.keep: Tensor | None = None
-        """What the next step leaves of each client's weight, 1 − lr·decay: (client, 1, 1); None for all of it."""
+        """What the next step leaves of each client's weight, 1 − lr·decay: (client, 1, 1), in float64, where it does
+        not round to 1; None for all of it."""
 
     @classmethod
     def at(cls, start: Tensor, clients: int, factor: float) -> LargeWeight:
@@ -46,7 +47,7 @@ class LargeWeight:
         else:
             torch.bmm(each, start, out=self.by_client(product))
         if self.left is not None:
-            self.by_client(product).mul_(self.left)
+            self.by_client(product).mul_(self.left.to(product.dtype))
         if self.inputs.shape[1]:
             first, second = (self.outwards, self.inputs) if backward else (self.inputs, self.outwards)
             self.by_client(product).baddbmm_(torch.bmm(each, first.mT), second)
@@ -56,7 +57,7 @@ class LargeWeight:
         """Move every client's weight by factor·outwardsᵀ·inputs, its gradient being outwardsᵀ·inputs, after decay."""
         before = self.outwards
         if self.keep is not None:
-            before = before * self.keep
+            before = before * self.keep.to(before.dtype)
             self.left = self.keep if self.left is None else self.left * self.keep
         self.outwards = torch.cat([before, self.by_client(self.factor * outwards)], dim=1)
         self.inputs = torch.cat([self.inputs, self.by_client(inputs)], dim=1)
@@ -72,8 +73,9 @@ class LargeWeight:
         if self.start.ndim == 2:
             out.add_(self.start, alpha=float(lost.sum()))
         else:
-            out.add_(torch.tensordot(lost.flatten(), self.start, dims=1))
+            out.add_(torch.tensordot(lost.flatten().to(out.dtype), self.start, dims=1))
         if given:
+            lost = lost.to(out.dtype)
             out.addmm_((self.given * lost).flatten(0, 1).t(), self.inputs[:, :given].flatten(0, 1))
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from gradalign.cohort.batches import Batches, client_losses, gather, gradient_batches, pad, plan_batches, strays, take
 from gradalign.cohort.large import LargeWeight, large_product
+from gradalign.cohort.products import own_product
 from gradalign.cohort.shelf import Shelf
 from gradalign.flat import Point, all_finite
 from gradalign.outer import LARGE
@@ -149,24 +150,25 @@ class LockstepTrainer:
     def _steps(self, own: Own, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Iterator[Tensor]:
         """Take all steps, changing ``own``; yield each step's losses."""
         for rows, weights, active in zip(batches.rows, batches.weights, batches.active, strict=True):
-            keep = self._kept(lr, active, len(rows))
+            decays = self._decays(active, len(rows))
             for one in own:
-                if isinstance(one, LargeWeight) and keep is not None:
-                    one.keep = keep.view(-1, 1, 1)
+                if isinstance(one, LargeWeight) and decays is not None:
+                    one.keep = 1 - lr * decays.view(-1, 1, 1)
             yield self._backward(own, inputs, targets, rows, weights)
             # A client that is done has examples of weight zero only, and so gradients of zero.
             for one in own:
                 if isinstance(one, Tensor):
-                    if keep is not None:
-                        one.detach().mul_(keep.view(-1, *[1] * (one.ndim - 1)))
-                    one.detach().add_(_taken(one), alpha=-lr)
+                    gradient = _taken(one)
+                    if decays is not None:
+                        gradient = gradient + one.detach() * decays.to(self.dtype).view(-1, *[1] * (one.ndim - 1))
+                    one.detach().add_(gradient, alpha=-lr)
 
-    def _kept(self, lr: float, active: Tensor | None, clients: int) -> Tensor | None:
-        """Return what weight decay leaves of each client's parameters in a step: 1 − lr·decay, 1 for those done."""
+    def _decays(self, active: Tensor | None, clients: int) -> Tensor | None:
+        """Return each client's weight decay in a step, in float64: none for those that are done."""
         if not self.local.weight_decay:
             return None
-        stepping = torch.ones(clients, dtype=self.dtype) if active is None else active
-        return 1 - lr * self.local.weight_decay * stepping
+        stepping = torch.ones(clients) if active is None else active
+        return self.local.weight_decay * stepping.double()
 
     def _backward(self, own: Own, inputs: Tensor, targets: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Leave the gradients of all clients' losses in ``own``; return the losses."""
@@ -226,8 +228,7 @@ def _linear(inputs: Tensor, clients: int, weights: Any, biases: Any) -> Tensor:
     """Return each client's linear map of its own rows, client after client."""
     rows: Tensor = inputs.view(clients, -1, inputs.shape[-1])
     if not isinstance(weights, LargeWeight):
-        own: Tensor = rows @ weights.mT if biases is None else torch.baddbmm(biases.unsqueeze(1), rows, weights.mT)
-        return own.flatten(0, 1)
+        return own_product(rows, weights, biases).flatten(0, 1)
     outputs = large_product(inputs, weights)
     if biases is None:
         return outputs

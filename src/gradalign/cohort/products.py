@@ -15,22 +15,25 @@ def own_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _SharedProduct(torch.autograd.Function):
+    """From rows, client after client, to rows: a result of its own, which may be changed in place."""
+
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, found: list[Tensor], inwards_wanted: bool
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, clients: int, found: list[Tensor], wanted: bool
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.biased, ctx.found, ctx.inwards_wanted = bias is not None, found, inwards_wanted
-        return F.linear(inputs, weight, bias)
+        ctx.save_for_backward(rows, weight)
+        ctx.biased, ctx.clients, ctx.found, ctx.wanted = bias is not None, clients, found, wanted
+        return F.linear(rows, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (inputs, weight), outwards = ctx.saved_tensors, gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (rows, weight), outwards = ctx.saved_tensors, gradients[0]
+        own_rows, own_outwards = (each.reshape(ctx.clients, -1, each.shape[-1]) for each in (rows, outwards))
         if ctx.biased:
-            ctx.found.append(outwards.sum(dim=1))
-        ctx.found.append(torch.bmm(outwards.mT, inputs))
-        return outwards @ weight if ctx.inwards_wanted else None, None, None, None, None
+            ctx.found.append(own_outwards.sum(dim=1))
+        ctx.found.append(torch.bmm(own_outwards.mT, own_rows))
+        return outwards @ weight if ctx.wanted else None, None, None, None, None, None
 
 
 def shared_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, found: list[Tensor]) -> Tensor:
@@ -41,8 +44,9 @@ def shared_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, found
     """
     wanted = inputs.requires_grad
     inputs = inputs if wanted else inputs.detach().requires_grad_()  # or backward would not come by the first layer
-    outputs: Tensor = _SharedProduct.apply(inputs, weight, bias, found, wanted)  # type: ignore[no-untyped-call]
-    return outputs
+    rows, clients = inputs.flatten(0, 1), len(inputs)
+    outputs: Tensor = _SharedProduct.apply(rows, weight, bias, clients, found, wanted)  # type: ignore[no-untyped-call]
+    return outputs.view(clients, -1, outputs.shape[-1])
 
 
 class _SteppingProduct(torch.autograd.Function):
@@ -52,7 +56,7 @@ class _SteppingProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.bias, ctx.inwards_wanted = weight, bias, inwards_wanted
-        ctx.lr, ctx.keep = lr, 1 - lr * decay
+        ctx.lr, ctx.decay = lr, decay
         return own_product(inputs, weight, bias)
 
     @staticmethod
@@ -60,9 +64,13 @@ class _SteppingProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         (inputs,), outwards = ctx.saved_tensors, gradients[0]
         inwards = torch.bmm(outwards, ctx.weight) if ctx.inwards_wanted else None
-        ctx.weight.baddbmm_(outwards.mT, inputs, beta=ctx.keep, alpha=-ctx.lr)
+        if ctx.decay:  # added to the gradient: 1 − lr·decay may round to 1
+            gradient = torch.baddbmm(ctx.weight, outwards.mT, inputs, beta=ctx.decay)
+            ctx.weight.sub_(gradient, alpha=ctx.lr)
+        else:
+            ctx.weight.baddbmm_(outwards.mT, inputs, alpha=-ctx.lr)
         if ctx.bias is not None:
-            ctx.bias.mul_(ctx.keep).sub_(outwards.sum(dim=1), alpha=ctx.lr)
+            ctx.bias.sub_(outwards.sum(dim=1).add_(ctx.bias, alpha=ctx.decay), alpha=ctx.lr)
         return inwards, None, None, None, None, None
 
 
