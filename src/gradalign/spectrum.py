@@ -192,7 +192,7 @@ def _exact_where_blank(outputs: Tensor, images: Tensor, bias: Tensor | None, sha
     (above, beside), marked = shape.padding, (images != 0).any(dim=1, keepdim=True)
     padded = F.pad(marked.to(images.dtype), (beside, beside, above, above))
     blank = F.max_pool2d(padded, shape.window, stride=1).view(len(images), -1, 1) == 0
-    return torch.where(blank, torch.zeros_like(outputs[:1, :1]) if bias is None else bias, outputs)
+    return torch.where(blank, 0.0 if bias is None else bias, outputs)
 
 
 def _differentiable(
