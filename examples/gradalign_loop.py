@@ -6,21 +6,21 @@ python examples/gradalign_loop.py
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradalign
+from gradalign.tasks.digits import images_and_labels
 
 BATCH, PARTS, UPDATES = 400, 8, 60
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images and labels, then test images and labels."""
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.as_tensor(digits.data / 16.0, dtype=torch.float32)[order]
-    labels = torch.as_tensor(digits.target)[order]
+    pixels, digits = images_and_labels()
+    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
+    images = torch.as_tensor(pixels / 16.0, dtype=torch.float32)[order]
+    labels = torch.as_tensor(digits)[order]
     return images[:1350], labels[:1350], images[1350:], labels[1350:]
 
 

@@ -189,9 +189,9 @@ def test_tasks_are_described_without_data(tmp_path, monkeypatch):
 def test_the_digits_are_scikit_learns():
     from sklearn.datasets import load_digits
 
-    from gradalign.tasks.digits import _images_and_labels
+    from gradalign.tasks.digits import images_and_labels
 
-    pixels, labels = _images_and_labels()
+    pixels, labels = images_and_labels()
     bunch = load_digits()
     assert np.array_equal(pixels, bunch.data)
     assert np.array_equal(labels, bunch.target)
