@@ -167,7 +167,7 @@ class _SpectralConvolution(torch.autograd.Function):
         if needs[1]:
             found = torch.bmm(_by_pair(product).mT, _by_pair(seen)).view(rows // 2, 2, out, 2, into)
             taps = (spectrum.window.t() @ _from_blocks(found).view(rows, -1)).view(*shape.window, out, into)
-            of_weight = taps.permute(2, 3, 0, 1).contiguous(memory_format=torch.channels_last)
+            of_weight = torch.empty_like(weight).copy_(taps.permute(2, 3, 0, 1))
         if needs[2]:
             of_bias = product[:, -4].sum(0) * rows
         return of_images, of_weight, of_bias, None
@@ -212,25 +212,20 @@ def convolve_spectra(images: Tensor, weight: Tensor, bias: Tensor | None, shape:
     return pixels.view(len(images), *shape.output, len(weight)).permute(0, 3, 1, 2)
 
 
-class SpectralConv2d(nn.Conv2d):
-    """A convolution that goes by the spectra wherever that is faster; its parameters are those of ``nn.Conv2d``."""
-
-    def _conv_forward(self, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        precise = images.dtype == weight.dtype and weight.dtype in (torch.float32, torch.float64)
-        if images.ndim == 4 and len(images) and precise and not torch.is_autocast_enabled("cpu"):
-            above, beside = (int(pad) for pad in self.padding)
-            (height, width), (rows, columns) = images.shape[2:], weight.shape[2:]
-            shape = Shape((height, width), (rows, columns), (above, beside))
-            if spectra_gain(shape, len(images), weight.shape[1], len(weight)):
-                return convolve_spectra(images, weight, bias, shape)
-        plain: Tensor = super()._conv_forward(images, weight, bias)
-        return plain
+def convolve(layer: nn.Conv2d, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a layer's convolution with this weight and bias, by the spectra wherever that is faster."""
+    precise = images.dtype == weight.dtype and weight.dtype in (torch.float32, torch.float64)
+    if images.ndim == 4 and len(images) and precise and _is_dense(layer) and not torch.is_autocast_enabled("cpu"):
+        above, beside = (int(pad) for pad in layer.padding)
+        (height, width), (rows, columns) = images.shape[2:], weight.shape[2:]
+        shape = Shape((height, width), (rows, columns), (above, beside))
+        if spectra_gain(shape, len(images), weight.shape[1], len(weight)):
+            return convolve_spectra(images, weight, bias, shape)
+    plain: Tensor = layer._conv_forward(images, weight, bias)
+    return plain
 
 
-def convolve_by_spectra(module: nn.Module) -> None:
-    """Make the plain convolutions of a model use spectra where that is faster, in place."""
-    for part in module.modules():
-        if type(part) is nn.Conv2d and part.groups == 1 and not isinstance(part.padding, str):
-            dense = set(part.stride) == set(part.dilation) == {1}
-            if dense and part.padding_mode == "zeros":
-                part.__class__ = SpectralConv2d
+def _is_dense(layer: nn.Conv2d) -> bool:
+    """Return whether a layer's window goes over zeros and every pixel, and all channels see all."""
+    whole = layer.groups == 1 and set(layer.stride) == set(layer.dilation) == {1}
+    return whole and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
