@@ -1,4 +1,7 @@
-"""``fast=True`` trains the function that ``fast=False`` trains, whatever a model's own code does."""
+"""``fast=True`` trains the function that ``fast=False`` trains, whatever a model's own code does.
+
+In double precision, where rounding is far from what another function, or another mask of dropout, would make.
+"""
 
 from __future__ import annotations
 
@@ -255,23 +258,23 @@ def task_of(model, **more) -> ga.Task:
     draw = lambda n: (  # noqa: E731
         torch.randn(n, 2, SIDE, SIDE, generator=generator), torch.randint(CLASSES, (n,), generator=generator)
     )  # fmt: skip
-    return ga.Task(model=model, clients=[draw(9), draw(6)], test=draw(5), **more)
+    return ga.Task(model=lambda: model().double(), clients=[draw(9), draw(6)], test=draw(5), **more)
 
 
 LOCAL = ga.LocalTraining(lr=0.05, steps=2, batch_size=4, weight_decay=0.01)
 
 
 def agree(task: ga.Task) -> None:
-    """The same after three rounds, to 1e-5, and the same loss on the way."""
+    """The same after three rounds, and the same loss on the way."""
     random.seed(0)
     fast, plain = (
         ga.run(task, ga.FedGA(beta=0.1), rounds=3, local=LOCAL, weights="examples", workers=0, fast=fast)
         for fast in (True, False)
     )
-    assert float((vector(fast) - vector(plain)).norm()) <= 1e-5 * float(vector(plain).norm())
+    assert float((vector(fast) - vector(plain)).norm()) <= 1e-11 * float(vector(plain).norm())
     for name in ("test_loss", "train_loss", "local_loss"):
         known = [value for value in plain.history[name] if value is not None]
-        assert [value for value in fast.history[name] if value is not None] == pytest.approx(known, rel=1e-4)
+        assert [value for value in fast.history[name] if value is not None] == pytest.approx(known, rel=1e-10)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -335,7 +338,7 @@ def test_random_stacks_are_the_same_function(seed):
         score = trainer.evaluate(start, task.client(0), torch.arange(9))
         found.append([gradient.gradient.double(), torch.tensor([gradient.loss, score.loss])])
     for own, known in zip(*found, strict=True):
-        assert float((own - known).norm()) <= 2e-5 * float(known.norm())
+        assert float((own - known).norm()) <= 1e-11 * float(known.norm())
 
 
 def test_random_stacks_take_the_fast_way_now_and_then():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +144,7 @@ class _Run:
             for layer in self._layers:
                 images = layer(images)
             return images
-        images = images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        images = _innermost(images)
         for step in self._steps:
             images = step(images)
         return images.contiguous()
@@ -184,4 +185,20 @@ def _convolution(layer: nn.Conv2d, more_in: int, more_out: int, images: Tensor) 
     if more_in or more_out:
         weight = F.pad(weight, (0, 0, 0, 0, 0, more_in, 0, more_out))
         bias = None if bias is None else F.pad(bias, (0, more_out))
-    return convolve(layer, images, weight, bias)
+    return convolve(layer, images, _innermost(weight), bias)
+
+
+class _Innermost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+def _innermost(values: Tensor) -> Tensor:
+    """Return images or a weight with the channels innermost; their gradient comes back in the plain order."""
+    moved: Tensor = _Innermost.apply(values)  # type: ignore[no-untyped-call]
+    return moved
