@@ -13,6 +13,7 @@ import torch
 from benchmarks.workloads import WORKLOADS
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations
 
 import gradalign as ga
@@ -21,7 +22,7 @@ from gradalign.cohort.eligible import layers_of
 from gradalign.engines.group import GroupTrainer
 from gradalign.local import LocalTrainer
 from gradalign.outer import ProductLinear
-from gradalign.stacks import FasterStack
+from gradalign.stacks import FasterStack, run_stacks_faster
 
 SIDE, CLASSES = 14, 4
 
@@ -299,6 +300,27 @@ def test_a_predict_of_ones_own_may_use_any_part():
         return model(images) + model[:4](images).mean((1, 2, 3)).unsqueeze(1), labels
 
     agree(task_of(stack, predict=own))
+
+
+def test_hooks_on_all_modules_see_every_layer():
+    model, seen = stack(), []
+    run_stacks_faster(model)
+    model(torch.randn(2, 2, SIDE, SIDE))
+    handle = register_module_forward_hook(lambda layer, given, made: seen.append(layer))
+    model(torch.randn(2, 2, SIDE, SIDE))
+    handle.remove()
+    assert seen == [*model, model]
+
+
+def test_torch_s_function_transforms_work_as_ever():
+    """Spectra have no rule for them: inside, convolutions are torch's own."""
+    model = nn.Sequential(nn.Conv2d(16, 48, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(768, 3)).double()
+    images = torch.randn(2, 60, 16, 12, 12, dtype=torch.float64)
+    known = torch.stack([model(each) for each in images])
+    run_stacks_faster(model)
+    assert torch.allclose(model(images[0]), known[0])
+    assert not torch.equal(model[0](images[0]), nn.Conv2d.forward(model[0], images[0])), "spectra round differently"
+    assert torch.allclose(torch.func.vmap(model)(images), known)
 
 
 def drawn(seed: int) -> nn.Sequential:

@@ -6,7 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,8 @@ def execute(
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)
     _same_model(state, initial)
+    # A vector from a file may begin anywhere in memory, and products with it may then round differently.
+    state = replace(state, point=state.point.clone())
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
     if on_begin is not None:
         on_begin(list(rows))
