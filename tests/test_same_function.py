@@ -5,6 +5,7 @@ In double precision, where rounding is far from what another function, or anothe
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 
@@ -22,7 +23,8 @@ from gradalign.cohort.eligible import layers_of
 from gradalign.engines.group import GroupTrainer
 from gradalign.local import LocalTrainer
 from gradalign.outer import ProductLinear
-from gradalign.stacks import FasterStack, run_stacks_faster
+from gradalign.stacks import FasterStack, Run, run_stacks_faster
+from gradalign.straight import FasterForward, planned_calls, run_straight_faster
 
 SIDE, CLASSES = 14, 4
 
@@ -102,6 +104,70 @@ class Mnist(nn.Module):
         x = self.dropout2(x)
         x = self.fc2(x)
         return F.log_softmax(x, dim=1)
+
+
+class Functional(nn.Module):
+    """Convolutions and functions in a straight line, as many write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.drop = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 9, 3), nn.Dropout2d(0.3)
+        self.fc, self.width, self.share = nn.Linear(36, CLASSES), 36, 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = torch.nn.functional.max_pool2d(F.relu(self.conv2(x), inplace=True), kernel_size=2, stride=2)
+        x = F.dropout(self.drop(x), self.share, training=self.training)
+        return self.fc(x.view(-1, self.width))
+
+
+class Added(Functional):
+    """In place, on something that has another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv1(x)
+        same = x
+        x += 1.0
+        return self.fc(F.relu(same).flatten(1)[:, : self.width])
+
+
+class Kept(Functional):
+    """Needs the result of a convolution twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(54, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv1(x)
+        y = F.max_pool2d(F.relu(x), 2)
+        y = F.max_pool2d(F.relu(self.conv2(y)), 2)
+        return self.fc(y.view(-1, 36)) - self.other(torch.flatten(F.max_pool2d(x, 4), 1)) * 0.5
+
+
+class Drawing(Functional):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2) * torch.rand(1).item()
+        return self.fc(F.max_pool2d(F.relu(self.conv2(x)), 2).flatten(1))
+
+
+class Counting(Functional):
+    def forward(self, x: Tensor) -> Tensor:
+        self.width += 1
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2) * self.width
+        return self.fc(F.max_pool2d(F.relu(self.conv2(x)), 2).flatten(1) / 100)
+
+
+class Helped(Functional):
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scaled(F.max_pool2d(F.relu(self.conv1(x)), 2))
+        return self.fc(F.max_pool2d(F.relu(self.conv2(x)), 2).flatten(1))
+
+
+STRAIGHT = {"functional": Functional, "functional, used twice": Kept}
 
 
 class FunctionalDropout(Net):
@@ -226,6 +292,11 @@ MODELS = {
     "by chance": ByChance,
     "torch's MNIST example": lambda: Mnist(nn.Dropout(0.25)),
     "torch's older MNIST example": lambda: Mnist(nn.Dropout2d(0.25)),
+    **STRAIGHT,
+    "functional, in place": Added,
+    "functional, drawing": Drawing,
+    "functional, counting": Counting,
+    "functional, a method of its own": Helped,
     "functional dropout, then view": FunctionalDropout,
     "dropout before flatten": lambda: stack(before_flat=(nn.Dropout(0.4),)),
     "dropout in place": lambda: stack(nn.Dropout(0.4, inplace=True), before_flat=(nn.Dropout(0.4, inplace=True),)),
@@ -281,6 +352,47 @@ def agree(task: ga.Task) -> None:
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_fast_is_the_same_function(model):
     agree(task_of(model))
+
+
+@pytest.mark.parametrize("name", ["torch's MNIST example", *STRAIGHT])
+def test_straight_lines_take_the_fast_way(name):
+    model = LocalTrainer(task_of(MODELS[name]), LOCAL, 0).flat.module
+    assert isinstance(model.forward, FasterForward)
+    assert any(isinstance(call, Run) for _, call in planned_calls(model))
+
+
+@pytest.mark.parametrize("model", [Added, Drawing, Counting, Helped, Net, SliceWhileTraining, FunctionalDropout])
+def test_other_lines_do_not(model):
+    assert not isinstance(LocalTrainer(task_of(model), LOCAL, 0).flat.module.forward, FasterForward)
+
+
+def test_a_straight_line_follows_what_it_is_made_of():
+    """Its numbers, its mode, its layers and who watches them, from call to call."""
+    torch.manual_seed(0)
+    plain, images = Functional().double(), torch.randn(3, 2, SIDE, SIDE, dtype=torch.float64)
+    fast = copy.deepcopy(plain)
+    run_straight_faster(fast)
+    changes = [
+        lambda model: None,
+        lambda model: setattr(model, "share", 0.9),
+        lambda model: model.eval(),
+        lambda model: model.conv1.register_forward_hook(lambda layer, given, made: -made),
+        lambda model: setattr(model, "conv2", nn.Conv2d(6, 9, 3, bias=False).double().requires_grad_(False)),
+        lambda model: nn.init.ones_(model.conv2.weight),
+        lambda model: setattr(model, "conv1", nn.Identity()) or setattr(model, "conv2", nn.Identity()),
+        lambda model: setattr(model, "fc", nn.Identity()) or setattr(model, "width", 2),
+    ]
+    for change in changes:
+        found = []
+        for model in (plain, fast):
+            torch.manual_seed(2)
+            change(model)
+        if isinstance(plain.conv1, nn.Identity) and not isinstance(plain.fc, nn.Identity):
+            continue  # what is left no longer fits, until the next change
+        for model in (plain, fast):
+            torch.manual_seed(1)
+            found.append(model(images))
+        assert torch.allclose(*found, rtol=1e-12)
 
 
 def test_images_that_come_out_are_handed_over_as_ever():

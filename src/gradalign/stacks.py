@@ -66,12 +66,12 @@ def _pools(layer: nn.Module) -> bool:
     return type(layer) is nn.MaxPool2d and not layer.return_indices
 
 
-def _is_blind(layer: nn.Module) -> bool:
+def is_blind(layer: nn.Module) -> bool:
     """Return whether a layer gives the same numbers however its images lie in memory."""
     return (type(layer) in _BLIND or _pools(layer)) and not is_hooked(layer)
 
 
-def _flattens(layer: nn.Module) -> bool:
+def flattens(layer: nn.Module) -> bool:
     return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1) and not is_hooked(layer)
 
 
@@ -116,18 +116,18 @@ def _steps(layers: Iterable[nn.Module]) -> list[Step]:
     steps: list[Step] = []
     run: list[nn.Module] = []
     for layer in layers:
-        if run and _flattens(layer):
-            steps.append(_Run([*run, layer]))
+        if run and flattens(layer):
+            steps.append(Run([*run, layer]))
             run = []
-        elif _is_blind(layer) and (run or type(layer) is nn.Conv2d):
+        elif is_blind(layer) and (run or type(layer) is nn.Conv2d):
             run.append(layer)
         else:
-            steps += [_Run(run), layer] if run else [layer]
+            steps += [Run(run), layer] if run else [layer]
             run = []
-    return [*steps, _Run(run)] if run else steps
+    return [*steps, Run(run)] if run else steps
 
 
-class _Run:
+class Run:
     """A run of layers that begins with a convolution, whose result is its own: no later layer changes the inputs."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
