@@ -205,3 +205,26 @@ def test_a_step_must_be_positive(task):
     probe = Probe(task)
     with pytest.raises(GradalignError, match="greater than 0"):
         regulariser_gradient(probe, probe.start(), exact=False, step=0.0)
+
+
+def layers_that_see_their_batch(first: nn.Module) -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 6), first, nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+@pytest.mark.parametrize("limit", [None, 650], ids=["whole", "limited"])
+@pytest.mark.parametrize("count", [37, 601, 701, 1250])
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(6), nn.Dropout(0.5)], ids=["batch norm", "dropout"])
+def test_hessian_products_are_the_derivative_of_the_gradient(layer, count, limit):
+    """Against central differences, where the way a client is cut into parts belongs to its function."""
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    data = [(inputs, torch.randint(3, (count,), generator=generator))]
+    probe = Probe(Task(model=layers_that_see_their_batch(layer), clients=data), examples=limit)
+    point = probe.start()
+    direction = torch.randn(point.x.shape, generator=generator, dtype=torch.float64)
+    ahead, behind = (
+        probe.gradient(Point(point.x + step * direction, point.floats, point.ints), 0) for step in (1e-5, -1e-5)
+    )
+    expected = (ahead - behind) / 2e-5
+    assert float((probe.hessian_product(point, 0, direction) - expected).norm()) < 1e-7 * float(expected.norm())

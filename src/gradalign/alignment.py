@@ -27,7 +27,7 @@ from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
-_CHUNK = 600
+_CHUNK = 600  # examples of a client that are differentiated at once, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class Probe:
         product = torch.zeros_like(flat.vector)
         # cuDNN's fused recurrent kernels have no second derivative.
         with global_stream(self.seed, Purpose.GRADIENT, 0, client), torch.backends.cudnn.flags(enabled=False):
-            for rows in torch.arange(len(examples)).split(_CHUNK):
+            for rows in self.trainer.gradient_parts(torch.arange(len(examples)), len(examples)):
                 loss = self.trainer.loss(examples.batch(rows))[0] * (len(rows) / len(examples))
                 slopes = torch.autograd.grad(
                     loss, parameters, create_graph=True, allow_unused=True, materialize_grads=True

@@ -61,23 +61,17 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 class FlatModel:
-    """Wraps a module in place; parameters with ``requires_grad=False`` keep out of the flat vector.
+    """Wraps a module in place; parameters with ``requires_grad=False`` keep out of the flat vector."""
 
-    Seen from outside, a flat vector always has the parameters one after the other in their usual order. With
-    ``channels_last`` the vectors *inside* (``vector``, ``gradient``) hold convolution weights with the input channels
-    innermost, as the faster kernels want them; ``inward`` and ``outward`` translate.
-    """
-
-    def __init__(self, module: nn.Module, *, channels_last: bool = False) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.parameters = _trained(module)
-        self._permuted = [channels_last and p.ndim == 4 for p in self.parameters]
         first = self.parameters[0]
         total = sum(p.numel() for p in self.parameters)
         self.vector = torch.empty(total, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.vector)
-        self._own_views, self._gradient_views = self.views(self.vector), self.views(self.gradient)
-        for p, view in zip(self.parameters, self._own_views, strict=True):
+        self._gradient_views = self.views(self.gradient)
+        for p, view in zip(self.parameters, self.views(self.vector), strict=True):
             view.copy_(p.detach())
             p.data = view
         buffers = dict(module.named_buffers())
@@ -106,52 +100,14 @@ class FlatModel:
             if name in current and current[name].shape == value.shape:
                 current[name].data.copy_(value)
 
-    def views(self, vector: Tensor, *, inside: bool = True) -> list[Tensor]:
-        """Return the parameters' views of a flat vector, in the layout of the inside or of the outside."""
-        views, offset = [], 0
-        for p, permuted in zip(self.parameters, self._permuted, strict=True):
-            span = vector[offset : offset + p.numel()]
-            if permuted and inside:
-                o, i, height, width = p.shape
-                views.append(span.view(o, height, width, i).permute(0, 3, 1, 2))
-            else:
-                views.append(span.view(p.shape))
-            offset += p.numel()
-        return views
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """Return the parameters' views of a flat vector."""
+        spans = vector.split([p.numel() for p in self.parameters])
+        return [span.view(p.shape) for span, p in zip(spans, self.parameters, strict=True)]
 
     def inward(self, vector: Tensor) -> Tensor:
-        """Return a vector from outside in the layout of the inside, on the model's device and in its precision."""
-        vector = vector.to(self.vector.device, self.vector.dtype)
-        if not any(self._permuted):
-            return vector
-        inner = torch.empty_like(self.vector)
-        for view, source in zip(self.views(inner), self.views(vector, inside=False), strict=True):
-            view.copy_(source)
-        return inner
-
-    def outward(self, vector: Tensor) -> Tensor:
-        """Return a vector from inside in the layout of the outside."""
-        if not any(self._permuted):
-            return vector
-        outer = torch.empty_like(vector)
-        for view, source in zip(self.views(outer, inside=False), self.views(vector), strict=True):
-            view.copy_(source)
-        return outer
-
-    def way(self, start: Tensor, end: Tensor, *, inside: bool = True, out: Tensor | None = None) -> Tensor:
-        """Return end − start in the layout of the outside.
-
-        Args:
-            start: A vector from inside, or from outside when ``inside`` is false.
-            end: A vector from inside.
-            inside: Where ``start`` is from.
-            out: Where the result is wanted.
-        """
-        outer = torch.empty_like(end) if out is None else out
-        starts, ends = self.views(start, inside=inside), self.views(end)
-        for view, to, since in zip(self.views(outer, inside=False), ends, starts, strict=True):
-            torch.sub(to, since, out=view)
-        return outer
+        """Return a vector on the model's device and in its precision."""
+        return vector.to(self.vector.device, self.vector.dtype)
 
     def attach_gradients(self) -> None:
         """Make every parameter accumulate into the flat gradient, also after user code replaced ``.grad``."""
@@ -187,11 +143,10 @@ class FlatModel:
 
     def read(self) -> Point:
         """Return a copy of the module's present state, on the CPU."""
-        return Point(self.outward(self.vector.detach()).to("cpu", copy=True), *self.read_buffers())
+        return Point(self.vector.detach().to("cpu", copy=True), *self.read_buffers())
 
     def load(self, point: Point) -> None:
         """Overwrite the module's parameters and buffers."""
-        for view, source in zip(self._own_views, self.views(point.x, inside=False), strict=True):
-            view.copy_(source)
+        self.vector.copy_(point.x)
         self.write_buffers(point.floats, point.ints)
         self._reset_constants()

@@ -6,24 +6,23 @@ steps under a plan, and the evaluation of some examples. Every engine drives the
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradalign.errors import GradalignError
-from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
-from gradalign.outer import Products, has_hooks, keep_products
+from gradalign.outer import Products, keep_products
 from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import Purpose, global_stream, torch_stream
-from gradalign.spectrum import convolve_by_spectra
+from gradalign.stacks import run_stacks_faster
 from gradalign.step import LocalStep, hand_over_gradients
+from gradalign.straight import run_straight_faster
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task, predict
 from gradalign.training import LocalTraining
@@ -66,56 +65,19 @@ class LocalTrainer:
         self.device = torch.device(device)
         model = task.make_model(seed, self.device)
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.channels_last = False
         if fast and self.device.type == "cpu":
-            model = self._faster(model)
             if task.predict is predict and local.precision is None:
                 keep_products(model)
-        self.flat = FlatModel(model, channels_last=self.channels_last)
+            run_stacks_faster(model)
+            run_straight_faster(model)
+        self.flat = FlatModel(model)
         self.products = Products(model)
         self.dtype = self.flat.vector.dtype
 
-    def _faster(self, model: nn.Module) -> nn.Module:
-        """Return a copy of the model that computes the same faster, or the model itself when the copy does not."""
-        watched = any(has_hooks(p) for p in model.parameters())  # a copy would have lost who watches
-        if watched or not gains_from_channels_last(model):
-            return model
-        changed = copy.deepcopy(model)
-        pool_before_relu(changed)
-        fill_channels(changed)
-        convolve_by_spectra(changed)
-        changed.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.channels_last = self._same_function(model, changed)
-        return changed if self.channels_last else model
-
-    def _same_function(self, model: nn.Module, changed: nn.Module) -> bool:
-        """Return whether both models give the same outputs, to rounding, for a client's first examples.
-
-        The changes are made so that they do; but a model's own code may depend on the layout of its images (for example
-        by ``view``), or use a part of a ``Sequential`` on its own.
-        """
-        rows = torch.arange(min(2, len(self.task.client(0, self.seed))))
-        outputs = []
-        try:
-            batch = self._place(self.task.client(0, self.seed).batch(rows))
-            for candidate in (model, changed):
-                candidate.eval()
-                with torch.no_grad(), global_stream(self.seed, Purpose.TRAIN):
-                    inputs = to_channels_last(batch) if candidate is changed else batch
-                    outputs.append(self.task.predict(candidate, inputs)[0])
-                candidate.train()
-            plain, other = outputs
-            return isinstance(plain, Tensor) and torch.allclose(plain, other, rtol=1e-4, atol=1e-5)
-        except Exception:
-            return False  # whatever is wrong with the batch or the model, training itself will say it properly
-        finally:
-            model.train()
-
     def _place(self, batch: Any) -> Any:
-        """Move a batch to the model's device, floats in the model's precision, images in its memory format."""
+        """Move a batch to the model's device, floats in the model's precision."""
         if isinstance(batch, Tensor):
-            tensor = batch.to(self.device, self.dtype if batch.is_floating_point() else None)
-            return to_channels_last(tensor) if self.channels_last else tensor
+            return batch.to(self.device, self.dtype if batch.is_floating_point() else None)
         if isinstance(batch, dict):
             return {key: self._place(value) for key, value in batch.items()}
         if isinstance(batch, tuple | list):
@@ -136,6 +98,15 @@ class LocalTrainer:
             raise GradalignError(f"the loss must be a scalar tensor, the mean over the batch; got {kind}")
         return loss, outputs, targets
 
+    def gradient_parts(self, index: Tensor, examples: int) -> tuple[Tensor, ...]:
+        """Return the parts in which these rows of a client, with so many examples, are differentiated.
+
+        They are even: a last part of one example would be too small for batch norm. With batch norm or dropout they
+        belong to the function, so every derivative of it is taken over the same ones.
+        """
+        most = max(2 * self.local.batch_for(examples), CHUNK)
+        return index.tensor_split(math.ceil(len(index) / most))
+
     def gradient(
         self,
         point: Point,
@@ -152,21 +123,19 @@ class LocalTrainer:
         """
         count = len(examples)
         index = gradient_rows(count, limit, self.seed, round_index, client)
-        chunk = max(2 * self.local.batch_for(count), CHUNK)
         flat = self.flat
         flat.load(point)
         flat.module.train()
         flat.drop_gradients()
         gradient = torch.empty_like(flat.vector) if out is None else out
-        views = flat.views(gradient, inside=False)
+        views = flat.views(gradient)
         loss_sum, correct, known = 0.0, 0.0, True
         with (
             self.products.kept(),
             torch.enable_grad(),
             global_stream(self.seed, Purpose.GRADIENT, round_index, client),
         ):
-            # Even parts: a last part of one example would be too small for batch norm.
-            for part, rows in enumerate(index.tensor_split(math.ceil(len(index) / chunk))):
+            for part, rows in enumerate(self.gradient_parts(index, count)):
                 share = len(rows) / len(index)
                 loss, outputs, targets = self.loss(examples.batch(rows))
                 (loss * share).backward()
@@ -259,7 +228,7 @@ class LocalTrainer:
             step.take()
             total += loss.detach().to("cpu", torch.float64)
             seen += len(rows)
-        update = self.flat.way(start, z, inside=start is not point.x, out=out)
+        update = torch.sub(z, start, out=torch.empty_like(z) if out is None else out)
         return update, float(total), seen
 
     @torch.no_grad()

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gradalign.stacks import is_hooked, is_plain_stack
+
 LARGE = 2**17  # numbers in a weight: smaller ones stay in the processor's cache
 
 
@@ -57,23 +59,19 @@ def keep_products(module: nn.Module) -> None:
     """Make the large linear layers of a plain stack of torch's own layers keep products, in place.
 
     In such a stack nothing but backward can ask for a weight's gradient, and each weight is used once. Other models are
-    left as they are: a model that differentiates itself, or a hook on a weight, would miss the gradient.
+    left as they are: a model that differentiates itself, or a hook on a layer or a weight, would miss the gradient.
     """
     parts = list(module.modules())
-    if type(module) is not nn.Sequential or not all(_is_torch_s_own(part) for part in parts):
+    own = all(type(part).__module__.startswith("torch.nn.") and not is_hooked(part) for part in parts)
+    if not own or not is_plain_stack(module):
         return
+    stacked = [layer for stack in parts if is_plain_stack(stack) for layer in stack.children()]
     names = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
-    for part in parts:
+    for part in stacked:
         if type(part) is nn.Linear and part.weight.numel() >= LARGE and part.weight.requires_grad:
             used_once = names.count(id(part.weight)) == 1
             if used_once and not has_hooks(part.weight):
                 part.__class__ = ProductLinear
-
-
-def _is_torch_s_own(part: nn.Module) -> bool:
-    """Return whether a module is one of torch's, or one that this library has put in its place."""
-    place = type(part).__module__
-    return place.startswith("torch.nn.") or place in ("gradalign.fast", "gradalign.spectrum")
 
 
 def has_hooks(parameter: Tensor) -> bool:

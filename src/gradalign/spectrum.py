@@ -163,11 +163,11 @@ class _SpectralConvolution(torch.autograd.Function):
             back = torch.empty_like(seen)
             torch.bmm(_by_pair(product), blocks, out=_by_pair(back))
             pixels = torch.bmm(spectrum.image.t().expand(many, -1, -1), back)
-            of_images = pixels.view(many, *shape.image, into).permute(0, 3, 1, 2)
+            of_images = _laid_out_like(images, pixels.view(many, *shape.image, into).permute(0, 3, 1, 2))
         if needs[1]:
             found = torch.bmm(_by_pair(product).mT, _by_pair(seen)).view(rows // 2, 2, out, 2, into)
             taps = (spectrum.window.t() @ _from_blocks(found).view(rows, -1)).view(*shape.window, out, into)
-            of_weight = taps.permute(2, 3, 0, 1).contiguous(memory_format=torch.channels_last)
+            of_weight = _laid_out_like(weight, taps.permute(2, 3, 0, 1))
         if needs[2]:
             of_bias = product[:, -4].sum(0) * rows
         return of_images, of_weight, of_bias, None
@@ -177,6 +177,11 @@ def _by_pair(spectra: Tensor) -> Tensor:
     """Return (image, row, channel) as (pair, image, part and channel), without a copy."""
     many, rows, channels = spectra.shape
     return spectra.view(many, rows // 2, 2 * channels).transpose(0, 1)
+
+
+def _laid_out_like(known: Tensor, values: Tensor) -> Tensor:
+    """Return values in the memory layout of others of their shape: user code may view a gradient as the plain one."""
+    return values if values.stride() == known.stride() else torch.empty_like(known).copy_(values)
 
 
 def _moves_off_zero(bias: Tensor | None) -> bool:
@@ -203,7 +208,9 @@ def _differentiable(
     found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
         back, images, weight, [len(weight)], [1, 1], list(shape.padding), [1, 1], False, [0, 0], 1, list(needs)
     )
-    return found
+    of_images, of_weight, of_bias = found
+    plain = torch.contiguous_format if images.is_contiguous() else torch.channels_last
+    return None if of_images is None else of_images.contiguous(memory_format=plain), of_weight, of_bias
 
 
 def convolve_spectra(images: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
@@ -212,25 +219,20 @@ def convolve_spectra(images: Tensor, weight: Tensor, bias: Tensor | None, shape:
     return pixels.view(len(images), *shape.output, len(weight)).permute(0, 3, 1, 2)
 
 
-class SpectralConv2d(nn.Conv2d):
-    """A convolution that goes by the spectra wherever that is faster; its parameters are those of ``nn.Conv2d``."""
-
-    def _conv_forward(self, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        precise = images.dtype == weight.dtype and weight.dtype in (torch.float32, torch.float64)
-        if images.ndim == 4 and len(images) and precise and not torch.is_autocast_enabled("cpu"):
-            above, beside = (int(pad) for pad in self.padding)
-            (height, width), (rows, columns) = images.shape[2:], weight.shape[2:]
-            shape = Shape((height, width), (rows, columns), (above, beside))
-            if spectra_gain(shape, len(images), weight.shape[1], len(weight)):
-                return convolve_spectra(images, weight, bias, shape)
-        plain: Tensor = super()._conv_forward(images, weight, bias)
-        return plain
+def convolve(layer: nn.Conv2d, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a layer's convolution with this weight and bias, by the spectra wherever that is faster."""
+    precise = images.dtype == weight.dtype and weight.dtype in (torch.float32, torch.float64)
+    if images.ndim == 4 and len(images) and precise and _is_dense(layer) and not torch.is_autocast_enabled("cpu"):
+        above, beside = (int(pad) for pad in layer.padding)
+        (height, width), (rows, columns) = images.shape[2:], weight.shape[2:]
+        shape = Shape((height, width), (rows, columns), (above, beside))
+        if spectra_gain(shape, len(images), weight.shape[1], len(weight)):
+            return convolve_spectra(images, weight, bias, shape)
+    plain: Tensor = layer._conv_forward(images, weight, bias)
+    return plain
 
 
-def convolve_by_spectra(module: nn.Module) -> None:
-    """Make the plain convolutions of a model use spectra where that is faster, in place."""
-    for part in module.modules():
-        if type(part) is nn.Conv2d and part.groups == 1 and not isinstance(part.padding, str):
-            dense = set(part.stride) == set(part.dilation) == {1}
-            if dense and part.padding_mode == "zeros":
-                part.__class__ = SpectralConv2d
+def _is_dense(layer: nn.Conv2d) -> bool:
+    """Return whether a layer's window goes over zeros and every pixel, and all channels see all."""
+    whole = layer.groups == 1 and set(layer.stride) == set(layer.dilation) == {1}
+    return whole and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)

@@ -38,11 +38,13 @@ class LocalStep:
         self._velocity: list[Tensor] | None = None
         # Whether a product may go straight into z: nothing has to see the gradient itself, and decay acts on z.
         self._straight = not momentum and clip_norm is None and (z is flat.vector or not decay)
+        self._shrink = _Shrink(1.0 - lr * decay, z.dtype)
 
     @torch.no_grad()
     def take(self) -> None:
         """Move z by the gradients that backward has left in the parameters, and take those away."""
         if self._straight:
+            self._shrink.go_on()
             for place, parameter in enumerate(self._flat.parameters):
                 self._move(place, parameter.grad, self._products.take(parameter))
                 parameter.grad = None
@@ -63,7 +65,11 @@ class LocalStep:
             self._add_affine_part(place, direction)
             z.add_(direction, alpha=-lr)
             return
-        shrink = 1.0 - lr * self._decay
+        shrink = self._shrink.now
+        if shrink is None:  # as without products: decay is added to the gradient before the step is taken
+            (outwards, inputs), *products = products
+            z.sub_(torch.addmm(z, outwards.t(), inputs, beta=self._decay), alpha=lr)
+            shrink = 1.0
         for outwards, inputs in products:
             z.addmm_(outwards.t(), inputs, beta=shrink, alpha=-lr)
             shrink = 1.0
@@ -95,6 +101,28 @@ class LocalStep:
             for velocity, direction in zip(self._velocity, directions, strict=True):
                 velocity.mul_(self._momentum).add_(direction)
         return self._velocity
+
+
+class _Shrink:
+    """The factor 1 − α·decay of every step in the weights' precision, so that the product of many factors is right.
+
+    A factor near 1 is rounded to a multiple of the precision, and always to the same side: what a step's factor lacks
+    is left to the next one's. So near to 1 that even the weights' own rounding goes to one side, there is none.
+    """
+
+    def __init__(self, factor: float, dtype: torch.dtype) -> None:
+        self._factor, self._dtype, self._owed = factor, dtype, 1.0
+        self._none = 0.0 < abs(1.0 - factor) < 16 * torch.finfo(dtype).eps
+        self.now: float | None = None
+        """This step's factor; None where there is none."""
+
+    def go_on(self) -> None:
+        """Come to the next step."""
+        if self._none:
+            return
+        owed = self._owed * self._factor
+        self.now = float(torch.tensor(owed, dtype=self._dtype))
+        self._owed = owed / self.now if self.now else 1.0
 
 
 @torch.no_grad()

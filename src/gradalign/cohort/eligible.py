@@ -6,18 +6,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
-from gradalign.fast import is_hooked, pool_before_relu
 from gradalign.outer import LARGE, has_hooks
-from gradalign.spectrum import convolve_by_spectra
+from gradalign.stacks import ELEMENTWISE, is_hooked, is_plain_stack, pooled_first
 from gradalign.tasks.data import Examples, TensorExamples
 from gradalign.tasks.task import Task, predict, share_correct
 from gradalign.training import LocalTraining
 
 LARGEST_MODEL = 60_000  # parameters, of a model for cohorts
 SMALL_BATCH = 32
-_ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 
 
 def layers_of(task: Task, model: nn.Module) -> list[nn.Module] | None:
@@ -44,9 +42,7 @@ def lockstep_model(task: Task, local: LocalTraining, seed: int) -> nn.Sequential
         return None
     if not any(isinstance(layer, nn.Linear) and layer.weight.numel() >= LARGE for layer in model):
         return None
-    pool_before_relu(model)
-    convolve_by_spectra(model)
-    return model
+    return nn.Sequential(*pooled_first(list(model)))
 
 
 def side_by_side(examples: Sequence[Examples]) -> list[TensorExamples] | None:
@@ -65,14 +61,15 @@ def side_by_side(examples: Sequence[Examples]) -> list[TensorExamples] | None:
 
 def _classifies(task: Task, model: nn.Sequential) -> bool:
     """Return whether a plain stack of known layers is trained by plain cross-entropy, and nobody looks inside."""
-    plain_loss = task.loss is F.cross_entropy or (
+    plain_loss = task.loss is cross_entropy or (
         type(task.loss) is nn.CrossEntropyLoss
+        and not is_hooked(task.loss)
         and task.loss.weight is None
         and (task.loss.reduction, task.loss.label_smoothing, task.loss.ignore_index) == ("mean", 0.0, -100)
     )
     plain_task = task.predict is predict and task.accuracy is share_correct and task.augment is None
     first = side_by_side([task.client(0)])
-    if type(model) is not nn.Sequential or not plain_task or not plain_loss or first is None:
+    if not is_plain_stack(model) or not plain_task or not plain_loss or first is None:
         return False
     return _plain(model) and _fit_together(model, first[0].tensors[0].ndim)
 
@@ -85,7 +82,7 @@ def _plain(model: nn.Sequential) -> bool:
     whole = len(each) == len(every) == len({id(p) for p in each}) and names <= {"weight", "bias"}
     kinds = {p.dtype for p in each}
     trained = all(p.requires_grad and not has_hooks(p) for p in each)
-    watched = any(is_hooked(part) or "forward" in vars(part) for part in model.modules())
+    watched = any(is_hooked(part) for part in model.modules())
     precise = kinds in ({torch.float32}, {torch.float64})
     return whole and trained and precise and not watched and not list(model.buffers())
 
@@ -105,7 +102,7 @@ def _fit_together(model: nn.Sequential, dimensions: int) -> bool:
         elif type(layer) is nn.Flatten:
             known, dimensions = (layer.start_dim, layer.end_dim) == (1, -1), 2
         else:
-            known = type(layer) in _ELEMENTWISE
+            known = type(layer) in ELEMENTWISE
         if not known:
             return False
     return dimensions == 2 and any(type(layer) is nn.Linear for layer in model)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class LargeWeight:
-    """W_i = s_i·start + O_iᵀ·X_i of every client i; ``start`` is one matrix for all clients, or one for each.
+    """W_i = s_i·start + Σ_n s_in·O_inᵀ·X_in of every client i; ``start`` is one matrix for all, or one for each.
 
-    s_i is what weight decay has left of the start; without decay it is 1 and not kept.
+    s_i and s_in are what weight decay has left of the start and of each row n, in float64: 1 − lr·decay of a single
+    step may be no number of the weight's precision. Without decay they are 1 and not kept.
 
     Args:
         start: (out, in) or (client, out, in).
@@ -22,11 +23,11 @@ class LargeWeight:
 
     def __init__(self, start: Tensor, outwards: Tensor, inputs: Tensor, factor: float) -> None:
         self.start, self.outwards, self.inputs, self.factor = start, outwards, inputs, factor
-        self.given = outwards
+        self.given = outwards.shape[1]
         self.left: Tensor | None = None
+        """(client, 1 + row): s_i, then every s_in."""
         self.keep: Tensor | None = None
-        """What the next step leaves of each client's weight, 1 − lr·decay: (client, 1, 1), in float64, where it does
-        not round to 1; None for all of it."""
+        """What the next step leaves of each client's weight, 1 − lr·decay: (client, 1), in float64; None for all."""
 
     @classmethod
     def at(cls, start: Tensor, clients: int, factor: float) -> LargeWeight:
@@ -47,36 +48,42 @@ class LargeWeight:
         else:
             torch.bmm(each, start, out=self.by_client(product))
         if self.left is not None:
-            self.by_client(product).mul_(self.left.to(product.dtype))
+            self.by_client(product).mul_(self.left[:, :1].unsqueeze(2).to(product.dtype))
         if self.inputs.shape[1]:
             first, second = (self.outwards, self.inputs) if backward else (self.inputs, self.outwards)
-            self.by_client(product).baddbmm_(torch.bmm(each, first.mT), second)
+            self.by_client(product).baddbmm_(self._decayed(torch.bmm(each, first.mT)), second)
         return product
+
+    def _decayed(self, by_row: Tensor) -> Tensor:
+        """Return numbers (client, …, row) times what decay has left of each row."""
+        return by_row if self.left is None else by_row * self.left[:, None, 1:].to(by_row.dtype)
 
     def step(self, outwards: Tensor, inputs: Tensor) -> None:
         """Move every client's weight by factor·outwardsᵀ·inputs, its gradient being outwardsᵀ·inputs, after decay."""
-        before = self.outwards
+        more = self.by_client(self.factor * outwards)
         if self.keep is not None:
-            before = before * self.keep.to(before.dtype)
-            self.left = self.keep if self.left is None else self.left * self.keep
-        self.outwards = torch.cat([before, self.by_client(self.factor * outwards)], dim=1)
+            clients, rows = self.outwards.shape[:2]
+            left = self.keep.new_ones(clients, 1 + rows) if self.left is None else self.left
+            self.left = torch.cat([left * self.keep, left.new_ones(clients, more.shape[1])], dim=1)
+        self.outwards = torch.cat([self.outwards, more], dim=1)
         self.inputs = torch.cat([self.inputs, self.by_client(inputs)], dim=1)
 
     def sum_of_steps(self, shares: Tensor, out: Tensor) -> None:
-        """Write Σ w_i of what client i's steps have added to ``out``."""
-        given, shares = self.given.shape[1], shares.view(-1, 1, 1)
-        outwards = self.outwards[:, given:] * shares
-        torch.mm(outwards.flatten(0, 1).t(), self.inputs[:, given:].flatten(0, 1), out=out)
+        """Write Σ w_i of what client i's steps have added to ``out``: W_i at the end less what it was at first."""
         if self.left is None:
+            outwards = self.outwards[:, self.given :] * shares.view(-1, 1, 1)
+            torch.mm(outwards.flatten(0, 1).t(), self.inputs[:, self.given :].flatten(0, 1), out=out)
             return
-        lost = shares * (self.left - 1)  # of the start and of what was given, which have decayed
+        # Of the start and of what was given, decay has taken some away; of the steps, it has left some.
+        factors = self.left.clone()
+        factors[:, : 1 + self.given] -= 1
+        factors *= shares.double().unsqueeze(1)
+        outwards = self.outwards * factors[:, 1:].unsqueeze(2).to(out.dtype)
+        torch.mm(outwards.flatten(0, 1).t(), self.inputs.flatten(0, 1), out=out)
         if self.start.ndim == 2:
-            out.add_(self.start, alpha=float(lost.sum()))
+            out.add_(self.start, alpha=float(factors[:, 0].sum()))
         else:
-            out.add_(torch.tensordot(lost.flatten().to(out.dtype), self.start, dims=1))
-        if given:
-            lost = lost.to(out.dtype)
-            out.addmm_((self.given * lost).flatten(0, 1).t(), self.inputs[:, :given].flatten(0, 1))
+            out.add_(torch.tensordot(factors[:, 0].to(out.dtype), self.start, dims=1))
 
 
 class _LargeProduct(torch.autograd.Function):

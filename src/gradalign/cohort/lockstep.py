@@ -9,8 +9,8 @@ activations and pooling see all clients' examples as one batch.
 A gradient at x is of the same form. So a displacement v_i = common + β·g_i is one large matrix for everybody and thin
 factors for each, which wait on the client's *shelf* between the two phases of a round.
 
-Weight decay multiplies W and the rows so far. Steps with momentum, clipping, correction or pull are not of this form;
-they take the per-client path.
+Weight decay multiplies W and the rows so far, by factors that are kept beside them. Steps with momentum, clipping,
+correction or pull are not of this form; they take the per-client path.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from gradalign.flat import Point, all_finite
 from gradalign.outer import LARGE
 from gradalign.plan import Plan
 from gradalign.replies import GroupGradient, GroupUpdate
+from gradalign.spectrum import convolve
 from gradalign.tasks.data import TensorExamples
 from gradalign.training import LocalTraining
 
@@ -153,7 +154,7 @@ class LockstepTrainer:
             decays = self._decays(active, len(rows))
             for one in own:
                 if isinstance(one, LargeWeight) and decays is not None:
-                    one.keep = 1 - lr * decays.view(-1, 1, 1)
+                    one.keep = 1 - lr * decays.unsqueeze(1)
             yield self._backward(own, inputs, targets, rows, weights)
             # A client that is done has examples of weight zero only, and so gradients of zero.
             for one in own:
@@ -221,7 +222,7 @@ def _convolutions(layer: nn.Conv2d, images: Tensor, weights: Any, biases: Any) -
     """Return each client's convolution of its own images."""
     parts = images.chunk(len(weights))
     own = zip(parts, weights, [None] * len(parts) if biases is None else biases, strict=True)
-    return torch.cat([layer._conv_forward(part, weight, bias) for part, weight, bias in own])
+    return torch.cat([convolve(layer, part, weight, bias) for part, weight, bias in own])
 
 
 def _linear(inputs: Tensor, clients: int, weights: Any, biases: Any) -> Tensor:

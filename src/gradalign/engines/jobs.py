@@ -18,6 +18,7 @@ from gradalign.plan import Plan
 from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
 
 _NOTHING = torch.empty(0)
+_LINE = 16  # numbers that fill whole lines of the cache, in any precision
 
 
 class Slot:
@@ -52,7 +53,8 @@ class Desk:
             return _shared(*shape, dtype=like.dtype, forked=forked)
 
         self.point = Point(room(d, like=point.x), room(f, like=point.floats), room(i, like=point.ints))
-        self._vectors = room(slots, 3, width, d, like=point.x)
+        # Every vector begins a line of the cache: products written to other places may round differently.
+        self._vectors = room(slots, 3, width, -(-d // _LINE) * _LINE, like=point.x)[..., :d]
         self._floats = room(slots, width, f, like=point.floats)
         self._ints = room(slots, width, i, like=point.ints)
         self.shelves = room(0, 0, like=point.x)

@@ -6,7 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradalign._version import __version__
-from gradalign.engines import Engine, RemoteEngine
+from gradalign.engines import Engine, RemoteEngine, SummingEngine
 from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
 from gradalign.experiment.cadence import settle
 from gradalign.experiment.federation import Federation, ServerState
@@ -152,6 +152,8 @@ def execute(
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)
     _same_model(state, initial)
+    # A vector from a file may begin anywhere in memory, and products with it may then round differently.
+    state = replace(state, point=state.point.clone())
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
     if on_begin is not None:
         on_begin(list(rows))
@@ -172,9 +174,9 @@ def execute(
         if restored is None:
             note(state, None)
         while state.round < rounds:
-            # The measuring pass sees whole clients; it stands in for the gradient phase when that does too.
-            reusable = known if federation.local.gradient_examples is None else {}
-            after, facts = _play_patiently(federation, engine, state, reusable)
+            after, facts = _play_patiently(
+                federation, engine, state, known if _may_stand_in(federation, engine) else {}
+            )
             note(after, facts)
             state = after
             if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
@@ -189,6 +191,17 @@ def execute(
     if folder is not None:
         folder.finish(model.state_dict(), summary)
     return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
+
+
+def _may_stand_in(federation: Federation, engine: Engine) -> bool:
+    """Return whether gradients that were measured at a point are, to the bit, those that the next round would take.
+
+    The measuring pass sees whole clients, so the gradient phase must do so too. And where clients' gradients are taken
+    together, the bits of one depend on who is beside it: a round would depend on whether the point before it was
+    measured in the same process, which no checkpoint tells.
+    """
+    together = isinstance(engine, SummingEngine) and engine.sums(shifted=False)
+    return federation.local.gradient_examples is None and not together
 
 
 def _same_model(state: ServerState, initial: ServerState) -> None:

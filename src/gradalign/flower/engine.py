@@ -211,7 +211,7 @@ class FlowerEngine:
     @cached_property
     def _evaluator(self) -> InProcessEngine:
         federation = self._federation
-        return InProcessEngine(federation.task, federation.local, federation.seed, self._device)
+        return InProcessEngine(federation.task, federation.local, federation.seed, self._device, fast=federation.fast)
 
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the server's test examples, None when it has none."""

@@ -1,0 +1,123 @@
+"""After an interruption at any round, a run goes on to the bits that it would have had without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gradalign as ga
+from conftest import blobs, vector
+from gradalign.engines.group import GroupTrainer
+from gradalign.experiment.store import read_metrics
+
+LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=4, weight_decay=0.01)
+SIZES = (7, 4, 9, 6)
+MODELS = {
+    "cohorts": lambda: nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)),
+    "lockstep": lambda: nn.Sequential(nn.Linear(12, 400), nn.Tanh(), nn.Linear(400, 350), nn.ReLU(), nn.Linear(350, 3)),
+}
+ALGORITHMS = {
+    "scaffold": ga.Scaffold(),
+    "fedga": ga.FedGA(beta=0.2),
+    "fedga and scaffold": ga.FedGA(beta=0.2) + ga.Scaffold() + ga.FedAdam(lr=0.05),
+    "kept": ga.FedGA(beta=0.2) + ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1),
+}
+
+
+def crowd(model) -> ga.Task:
+    generator = torch.Generator().manual_seed(3)
+    counts = [SIZES[client % len(SIZES)] for client in range(33)]
+    data = [(torch.randn(n, 12, generator=generator), torch.randint(3, (n,), generator=generator)) for n in counts]
+    return ga.Task(model=model, clients=data, test=data[0])
+
+
+class Stops:
+    """Ends the process's work, as Ctrl-C would, at the second row that it hears of."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def start(self, *_: object) -> None: ...
+
+    def end(self, *_: object) -> None: ...
+
+    def log(self, *_: object) -> None:
+        self.heard += 1
+        if self.heard == 2:
+            raise KeyboardInterrupt
+
+
+def in_pieces(out: Path, *arguments, **options) -> tuple[ga.Result, int]:
+    """Run to the end, interrupted after every round."""
+    interruptions = 0
+    while True:
+        try:
+            found = ga.run(*arguments, out=out, resume=True, checkpoint_seconds=0, trackers=[Stops()], **options)
+            return found, interruptions
+        except KeyboardInterrupt:
+            interruptions += 1
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in read_metrics(folder)]
+
+
+def same_after_interruptions(tmp_path, task, algorithm, **options) -> torch.Tensor:
+    whole = ga.run(task, algorithm, out=tmp_path / "whole", **options)
+    pieces, interruptions = in_pieces(tmp_path / "pieces", task, algorithm, **options)
+    assert interruptions == options["rounds"]
+    assert torch.equal(vector(whole), vector(pieces))
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "pieces")
+    return vector(whole)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_cohorts_resume_to_the_same_bits(tmp_path, algorithm, every):
+    task = crowd(MODELS["cohorts"])
+    assert GroupTrainer(task, LOCAL, 0, crowd=28).cohort is not None
+    options = {"rounds": 4, "clients_per_round": 28, "local": LOCAL, "weights": "examples"}
+    same_after_interruptions(
+        tmp_path, task, algorithm, workers=0, measure=ga.Measure(train_every=every, train_clients=30), **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "sampled", "algorithm"),
+    [("cohorts", 28, "fedga and scaffold"), ("lockstep", 28, "fedga"), ("lockstep", 5, "fedga")],
+    ids=["cohorts", "lockstep", "products"],
+)
+def test_workers_resume_to_the_same_bits(tmp_path, model, sampled, algorithm):
+    """The gradients of large layers are products; they must not depend on where in shared memory they are written."""
+    task = crowd(MODELS[model])
+    trainer = GroupTrainer(task, LOCAL, 0, crowd=sampled)
+    assert (trainer.cohort is not None, trainer.lockstep is not None) == (
+        sampled == 28 and model == "cohorts",
+        sampled == 28 and model == "lockstep",
+    )
+    assert sum(p.numel() for p in task.make_model(0).parameters()) % 16
+    options = {"rounds": 2, "clients_per_round": sampled, "local": LOCAL, "measure": ga.Measure(train_every=1)}
+    pieces = same_after_interruptions(tmp_path, task, ALGORITHMS[algorithm], workers=2, **options)
+    quiet = options | {"measure": ga.Measure(test_every=0, train_every=0)}
+    assert all(
+        torch.equal(pieces, vector(ga.run(task, ALGORITHMS[algorithm], workers=workers, **quiet))) for workers in (0, 1)
+    )
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_one_by_one_too(tmp_path, limit):
+    """Batch norm and dropout, and gradients of whole clients or of some examples."""
+    local = ga.LocalTraining(lr=0.1, steps=2, batch_size=5, gradient_examples=limit)
+    options = {"rounds": 4, "clients_per_round": 4, "local": local, "measure": ga.Measure(train_every=1)}
+    same_after_interruptions(tmp_path, blobs(), ALGORITHMS["fedga and scaffold"], workers=0, **options)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_measuring_changes_no_bit_of_a_cohort(algorithm):
+    options = {"rounds": 3, "clients_per_round": 28, "local": LOCAL, "workers": 0}
+    measures = ga.Measure(train_every=0), ga.Measure(train_every=1, train_clients=30)
+    runs = [ga.run(crowd(MODELS["cohorts"]), algorithm, measure=measure, **options) for measure in measures]
+    assert torch.equal(vector(runs[0]), vector(runs[1]))
