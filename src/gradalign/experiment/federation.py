@@ -56,8 +56,17 @@ class Federation:
         return bool(numpy_stream(self.seed, Purpose.DROPOUT_OF_CLIENTS, round_index, client).random() < self.dropout)
 
     def weight(self, client: int) -> float:
-        """Return the client's weight before normalisation."""
-        return float(len(self.task.client(client, self.seed))) if self.by_examples else 1.0
+        """Return the client's weight before normalisation; NaN for one elsewhere that has not told its size yet."""
+        if not self.by_examples:
+            return 1.0
+        if self.elsewhere:
+            return float(self.task.clients.weight(client))  # type: ignore[attr-defined]
+        return float(len(self.task.client(client, self.seed)))
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the clients' data is on other machines, so that only they know how much it is."""
+        return getattr(self.task.clients, "elsewhere", False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,10 +90,15 @@ class _Round:
         self.gradients = gather_gradients(self.federation, engine, self.state, self.clients, known)
         self.clients = list(self.gradients)
         self.require_enough(len(self.clients), "gradient phase", engine)
+        self.weights |= {client: self.told_weight(client) for client in self.clients}
         weights = [self.weights[client] for client in self.clients]
         self.total_weight = sum(weights)
         mean = weighted_mean(list(self.gradients.values()), weights)
         self.mean_gradient = mean.to(self.state.point.x.dtype)
+
+    def told_weight(self, client: int) -> float:
+        """Return the weight of a client that has answered; one elsewhere may have told it only now."""
+        return self.federation.weight(client) if self.federation.elsewhere else self.weights[client]
 
     def sums_suffice(self, engine: SummingEngine) -> bool:
         """Return whether nothing of single clients is asked for."""
@@ -178,7 +183,8 @@ class _Round:
         for client, reply in self.train(engine):
             if not math.isfinite(reply.loss) or not all_finite(reply.update):
                 raise _diverged("loss", self.state.round, f"at client {client}", self.federation)
-            weight = self.weights[client]
+            # The weights of ḡ are those of the average.
+            weight = self.weights[client] if self.gradients else self.told_weight(client)
             tally.add(reply, weight)
             for part in self.algorithm.keepers:
                 view = self.view(client, part.label)
