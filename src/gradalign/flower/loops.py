@@ -99,7 +99,8 @@ class LocalRound:
         order, memory = Order.of(message), ClientMemory(context)
         known = known_algorithms(algorithms)
         self.lr, self.round = order.lr, order.round
-        self._local, self._looked = replace(order.local, lr=order.lr), False
+        self._local, self._looked = replace(order.local), False
+        object.__setattr__(self._local, "lr", order.lr)  # unchecked: a schedule may pass through 0
         self._message, self._flat, self._steps = message, FlatModel(model), 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         point = memory.point(message, order.round, self._flat.read())
@@ -161,9 +162,10 @@ class LocalRound:
         """
         update = self._flat.vector - self._start
         floats, ints = self._flat.read_buffers()
-        travel = self.lr * self._steps if travel is None else travel
-        if not travel and self._brief.algorithm.keepers:
-            raise GradalignError("call correct() before every optimizer step, or give reply(travel=...)")
+        if travel is None:
+            if not self._steps and self._brief.algorithm.keepers:
+                raise GradalignError("call correct() before every optimizer step, or give reply(travel=...)")
+            travel = self.lr * self._steps
         self._brief.remember(update.cpu(), travel)
         numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen, "travel": travel}
         answer = reply(self._message, {"update": update, "floats": floats, "ints": ints}, numbers)
