@@ -447,7 +447,7 @@ def own_app(task):
             value.backward()
             work.correct()
             optimizer.step()
-        return work.reply(loss=float(value.detach()), examples=3 * len(y))
+        return work.reply(loss=float(value.detach()), examples=len(y), seen=3 * len(y))
 
     return app
 

@@ -246,7 +246,8 @@ def test_a_sweeps_search_stands_by_itself_on_validation_data(tmp_path):
     assert page["experiments"][1]["curves"]["validation_accuracy"][1]["mean"] == [0, 0.1875, 0.375, 0.5625, 0.75]
 
 
-def test_the_recipe_on_the_page_gives_the_same_settings_again(tmp_path):
+@pytest.mark.parametrize("lr", [0.1, {"kind": "cosine", "value": 0.1, "rounds": 4}])
+def test_the_recipe_on_the_page_gives_the_same_settings_again(tmp_path, lr):
     folder = tmp_path / "c"
     for name, algorithm, rounds in (
         ("fedga", {"name": "fedga", "beta": 0.5}, 4),
@@ -254,7 +255,8 @@ def test_the_recipe_on_the_page_gives_the_same_settings_again(tmp_path):
         ("fedprox", {"name": "fedprox", "mu": 0.01}, 8),
     ):
         for seed in (3, 4):
-            spec = spec_of(seed=seed, paper=PAPER) | {"algorithm": algorithm, "rounds": rounds}
+            spec = spec_of(seed=seed, paper=PAPER, local={"lr": lr, "steps": 2})
+            spec |= {"algorithm": algorithm, "rounds": rounds}
             write_run(folder / name / f"seed{seed}", spec)
     (folder / "compare.toml").write_text(
         'name = "example"\nalgorithms = ["fedga", "weak", "fedprox"]\nseeds = [3, 4]\n'

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import optuna
 import pytest
+import sqlalchemy
+from optuna.exceptions import StorageInternalError
 from optuna.pruners import NopPruner
 from optuna.trial import TrialState, create_trial
 
-from gradalign.errors import GradalignError
+from gradalign.errors import FolderInUseError, GradalignError
 from gradalign.experiment.recipes import load_recipe, shipped_recipes
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid
 from gradalign.sweep.ledger import Job, StageBook
+from gradalign.sweep.plan import locked_in_turn
 from gradalign.sweep.protocol import Outcome, Search, Stage, baseline_of, finalists_of, tune
 from gradalign.sweep.pruner import BelowBestPruner, clearly_below
-from gradalign.sweep.storage import check_sweep, open_storage, register_sweep
+from gradalign.sweep.storage import _collided, check_sweep, open_storage, register_sweep
 from gradalign.sweep.workers import working_in
 
 
@@ -310,3 +314,51 @@ def test_a_storage_remembers_whose_it_is(tmp_path):
         check_sweep(open_storage(url), "mine", {"grid": {"lr": [0.1]}, "seed": 1})
     check_sweep(open_storage(url), "unknown", {})
     assert json.dumps(optuna.load_study(study_name="mine", storage=url).user_attrs)
+
+
+# Other processes
+
+
+def test_only_a_folder_in_use_is_waited_for(tmp_path, monkeypatch):
+    """The kind of an error decides, not its words."""
+    met = [FolderInUseError("words that nobody reads"), FolderInUseError("and others")]
+
+    @contextmanager
+    def busy(folder):
+        if met:
+            raise met.pop()
+        yield
+
+    monkeypatch.setattr("gradalign.sweep.plan.locked", busy)
+    with locked_in_turn(tmp_path, 10.0):
+        assert met == []
+    met += [FolderInUseError("still in use")]
+    with pytest.raises(FolderInUseError), locked_in_turn(tmp_path, -1.0):
+        pass
+    met += [GradalignError("another process is writing to the disk's last sector"), FolderInUseError("busy")]
+    with pytest.raises(GradalignError, match="last sector"), locked_in_turn(tmp_path, 10.0):
+        pass
+
+
+def test_a_database_is_tried_again_only_where_another_process_was_faster(tmp_path):
+    first = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
+    first.execute("create table t (x integer unique)")
+    first.execute("insert into t values (1)")
+    (tmp_path / "text.db").write_text("this is not a database, and will not become one by waiting" * 20)
+
+    def failing(file, statement):
+        engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / file}", connect_args={"timeout": 0})
+        with pytest.raises(sqlalchemy.exc.DatabaseError) as caught, engine.begin() as connection:
+            connection.execute(sqlalchemy.text(statement))
+        return caught.value
+
+    assert _collided(failing("a.db", "create table t (x integer)"))
+    assert _collided(failing("a.db", "insert into t values (1)"))
+    wrapped = StorageInternalError("locked, or not")
+    wrapped.__cause__ = failing("text.db", "select 1 from t")
+    assert not _collided(wrapped)
+    assert not _collided(failing("no/such/folder/a.db", "create table t (x integer)"))
+    first.execute("begin exclusive")
+    wrapped.__cause__ = failing("a.db", "insert into t values (2)")
+    assert _collided(wrapped)
+    first.close()

@@ -182,7 +182,7 @@ def test_half_a_correction_fails(mlp, monkeypatch):
 def test_linear_scaling_without_its_displacement_fails(mlp, monkeypatch):
     monkeypatch.setattr(LinearScaling, "plan", lambda self, view: Plan())
     assert failures(linear_scaling(mlp)) == {"7b"}
-    monkeypatch.setattr(LinearScaling, "steer", lambda self, update, shared, participants: update)
+    monkeypatch.setattr(LinearScaling, "multiple", lambda self, participants: 1.0)
     assert failures(linear_scaling(mlp)) == {"7a", "7b"}
 
 

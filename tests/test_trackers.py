@@ -6,6 +6,8 @@ import json
 import logging
 import struct
 import sys
+import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +189,33 @@ def test_wandb_offline_has_every_number_once_also_after_a_resume(tmp_path, monke
     assert config["algorithm"] == {"name": "fedga", "beta": 0.1, "form": "start"}
 
 
+def test_a_run_resumed_within_a_second_keeps_its_wandb_record(tmp_path, monkeypatch):
+    """wandb names a folder by its second; the new record must not be taken for the old one and removed."""
+
+    class Stub(types.ModuleType):
+        """As much of wandb as makes folders: the name is made as wandb makes it."""
+
+        Settings = dict
+
+        def init(self, *, id, dir, **_):
+            folder = Path(dir) / "wandb" / f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{id or 'abc'}"
+            folder.mkdir(parents=True, exist_ok=True)
+            record = folder / "run.wandb"
+            record.write_text("")
+            return types.SimpleNamespace(
+                step=0, offline=True, log=lambda row, step, commit: record.open("a").write(f"{step}\n"), finish=len
+            )
+
+    tracker = ga.WeightsAndBiases("p")
+    monkeypatch.setitem(sys.modules, "wandb", Stub("wandb"))
+    while time.time() % 1 > 0.3:  # so that both starts would fall into one second
+        time.sleep(0.01)
+    for earlier in ([], [{"round": 0}, {"round": 1}]):
+        tracker.start(ga.RunInfo(name="r", folder=tmp_path, settings={}, rounds=3, earlier=earlier))
+    (record,) = tmp_path.glob("wandb/*/run.wandb")
+    assert record.read_text() == "0\n1\n"
+
+
 def test_wandb_that_cannot_start_says_so_before_any_training(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -196,7 +225,8 @@ def test_wandb_that_cannot_start_says_so_before_any_training(tmp_path, monkeypat
     lines = done.stderr.strip().splitlines()
     assert lines[-1].startswith("error: Weights & Biases could not start")
     assert "wandb.mode=offline" in lines[-1]
-    assert not (tmp_path / "r/metrics.jsonl").exists() or not (tmp_path / "r/metrics.jsonl").read_text()
+    rows = tmp_path / "r/metrics.jsonl"
+    assert (rows.read_text() if rows.exists() else "") == ""
     call("run", "digits", *SMALL, "--out", tmp_path / "r")  # the folder may be used for a run without it
 
 

@@ -17,13 +17,10 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from gradalign.errors import GradalignError
-from gradalign.plan import Algorithm, ClientView, Plan, Shift
+from gradalign.plan import Algorithm, ClientView, FedAvg, Plan, Shift
 from gradalign.schedule import Schedule, require, setting_of, value_at
 
-
-@dataclass(frozen=True, kw_only=True)
-class FedAvg(Algorithm):
-    """McMahan et al. 2017: v = 0, c = 0, μ = 0. The clients' updates are averaged and that is all."""
+__all__ = ["FedAvg", "FedDyn", "FedGA", "FedProx", "GradAlign", "LargeBatchSGD", "LinearScaling", "Scaffold"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +121,9 @@ class LinearScaling(Algorithm):
         own, mean = view.gradients()
         return Plan(displacement=-0.5 * view.lr * view.participants * (mean - view.weight * own))
 
-    def steer(self, update: Tensor, shared: Tensor | None, participants: int) -> Tensor:
-        """Turn the mean of the updates into their sum."""
-        return participants * update
+    def multiple(self, participants: int) -> float:
+        """Return n: the mean of the updates becomes their sum."""
+        return float(participants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +196,6 @@ class FedDyn(Algorithm):
         own, _ = view.memory()
         return own - self.alpha * update
 
-    def steer(self, update: Tensor, shared: Tensor | None, participants: int) -> Tensor:
-        """Return Σ p_i Δ_i − h/alpha with this round's h."""
-        return update if shared is None else update - shared / self.alpha
+    def offset(self, shared: Tensor) -> Tensor | None:
+        """Return −h/alpha with this round's h."""
+        return -shared / self.alpha

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gradalign import data_cli, report_cli, sweep_cli, theory_cli, watch_cli
 from gradalign._version import __version__
-from gradalign.command import AsJson, DataDir, Settings, UserTask, plain_errors, print_json
+from gradalign.command import AsJson, DataDir, Device, Settings, UserTask, plain_errors, print_json
 from gradalign.errors import GradalignError
 from gradalign.launch import under_torchrun
 
@@ -63,6 +63,7 @@ def run(
     out: Out = None,
     resume: Resume = False,
     engine: EngineName = None,
+    device: Device = "cpu",
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
@@ -80,6 +81,7 @@ def run(
         folder = output_folder(out, name, resume=resume)
         where = Where(
             engine=engine or default_engine(),
+            device=device,
             workers=workers,
             out=folder,
             resume=resume,
@@ -111,6 +113,7 @@ def compare(
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="The first seed.")] = None,
     out: Out = None,
     resume: Resume = False,
+    device: Device = "cpu",
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
@@ -134,7 +137,13 @@ def compare(
             entries = [name.strip() for name in algorithms.split(",") if name.strip()]
         name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
         folder = output_folder(out, name, resume=resume)
-        where = Where(workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers())
+        where = Where(
+            device=device,
+            workers=workers,
+            resume=resume,
+            checkpoint_seconds=checkpoint_seconds,
+            trackers=loaded.trackers(),
+        )
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
             with claimed_folder(folder, planned, resume=resume):

@@ -26,6 +26,9 @@ UserTask = Annotated[
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
 ]
+Device = Annotated[
+    str, typer.Option("--device", metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 

@@ -19,5 +19,9 @@ class LostRankError(GradalignError):
     """A rank of a torchrun job ended before the others were done."""
 
 
+class FolderInUseError(GradalignError):
+    """Another process is writing to the folder; it may be free in a moment."""
+
+
 class TooFewClientsError(GradalignError):
     """Fewer clients answered a phase than the federation asks for; the round was not taken."""

@@ -5,22 +5,26 @@ For client i in a round that starts at x, with g_i = ∇f_i(x) and ḡ = Σ p_i 
     start     y_0 = x + v_i                                      v_i: the displacement
     step      y ← y − α ( ∇f_i(y; ζ) + wd·y + c_i + μ (y − x) )  c_i: the correction, μ: the pull to x
     report    Δ_i = y_K − y_0
-    server    x ← rule(x, Σ p_i Δ_i)
+    server    x ← rule(x, m·Σ p_i Δ_i + o)                       m: the multiple, o: the offset; mostly 1 and 0
 
-An algorithm fills in (v_i, c_i, μ). It is arithmetic on flat vectors and knows nothing of models, data or
-processes. Algorithms combine by ``+``: ``FedGA(beta=0.1) + FedProx(mu=0.01) + FedAdam(lr=0.03)`` displaces like
-the first, pulls like the second and lets the server step like the third.
+An algorithm fills in (v_i, c_i, μ), and m and o where it corrects the server's average. It is arithmetic on flat
+vectors and knows nothing of models, data or processes. Algorithms combine by ``+``:
+``FedGA(beta=0.1) + FedProx(mu=0.01) + FedAdam(lr=0.03)`` displaces like the first, pulls like the second and lets the
+server step like the third. The order makes no difference: v, c, μ and o are summed and m multiplied, always in the
+order of the parts' names, and all multiples come before all offsets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
 
 from torch import Tensor
 
 from gradalign.errors import GradalignError
+from gradalign.schedule import Schedule, spanning
 from gradalign.server import ServerRule
 
 
@@ -140,15 +144,29 @@ class Algorithm:
         """Return k_i⁺ from Δ_i and the ``travel`` of the round: the sum of all step sizes, αK without momentum."""
         raise NotImplementedError(f"{self.label} keeps nothing")
 
-    def steer(self, update: Tensor, shared: Tensor | None, participants: int) -> Tensor:
-        """Return the update to hand to the server's rule, given Σ p_i Δ_i and the new s."""
-        return update
+    def multiple(self, participants: int) -> float:
+        """Return m: how many times the mean update the server takes, given how many clients reported."""
+        return 1.0
+
+    def offset(self, shared: Tensor) -> Tensor | None:
+        """Return o, given the new s: what the server adds to the multiple of the mean update; None is nothing."""
+        return None
+
+    def over(self, rounds: int) -> Self:
+        """Return the algorithm with schedules that are given in shares of the run spread over its rounds."""
+        schedules = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Schedule)}
+        return replace(self, **{name: spanning(schedule, rounds) for name, schedule in schedules.items()})
 
     def __add__(self, other: Algorithm | ServerRule | Combination) -> Combination:
         return combine(self, other)
 
     def __radd__(self, other: ServerRule) -> Combination:
         return combine(other, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvg(Algorithm):
+    """McMahan et al. 2017: v = 0, c = 0, μ = 0. The clients' updates are averaged and that is all."""
 
 
 @dataclass(frozen=True)
@@ -182,21 +200,36 @@ class Combination:
         return tuple(part for part in self.parts if part.keeps)
 
     @property
+    def _by_name(self) -> list[Algorithm]:
+        """The parts in an order that does not depend on how they were joined: sums have the same bits."""
+        return sorted(self.parts, key=lambda part: part.label)
+
+    @property
     def beta(self) -> float:
         """The displacement's β in force (0 when no part displaces by one); resolve schedules with ``at`` first."""
-        return sum(part.strength for part in self.parts)
+        return sum(part.strength for part in self._by_name)
+
+    def over(self, rounds: int) -> Combination:
+        """Return the combination with schedules in shares of the run spread over its rounds."""
+        return Combination(tuple(part.over(rounds) for part in self.parts), self.server)
 
     def at(self, round_index: int) -> Combination:
         """Return the combination with all schedules resolved for this round."""
         return Combination(tuple(part.at(round_index) for part in self.parts), self.server)
 
+    def corrected(self, mean: Tensor, shared: Mapping[str, Tensor], participants: int) -> Tensor:
+        """Return the update to hand to the server's rule, given Σ p_i Δ_i and the keepers' new s by label."""
+        update = math.prod(part.multiple(participants) for part in self._by_name) * mean
+        offsets = [part.offset(shared[part.label]) for part in self._by_name if part.label in shared]
+        return sum((offset for offset in offsets if offset is not None), start=update)
+
     def plan(self, views: dict[str, ClientView]) -> Plan:
         """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""
-        return sum((part.plan(views[part.label]) for part in self.parts), Plan())
+        return sum((part.plan(views[part.label]) for part in self._by_name), Plan())
 
     def shift(self, mean_gradient: Tensor) -> Shift | None:
         """Return the sum of the parts' shifts; None when a part plans anything else."""
-        shifts = [part.shift(mean_gradient) for part in self.parts]
+        shifts = [part.shift(mean_gradient) for part in self._by_name]
         known = [shift for shift in shifts if shift is not None]
         return sum(known, Shift()) if len(known) == len(shifts) else None
 
@@ -219,16 +252,18 @@ def _flatten(things: tuple[Algorithm | ServerRule | Combination, ...]) -> Iterat
 
 
 def combine(*things: Algorithm | ServerRule | Combination) -> Combination:
-    """Join algorithms and at most one server rule that is not the plain average."""
+    """Join algorithms and at most one server rule that is not the plain average; FedAvg adds nothing to others."""
     parts: dict[str, Algorithm] = {}
     servers: list[ServerRule] = []
     for thing in _flatten(things):
         if isinstance(thing, ServerRule):
             servers += [thing] if thing != ServerRule() else []
-        elif thing.label in parts and thing.label != "fedavg":
+        elif type(thing) is FedAvg:
+            continue
+        elif thing.label in parts:
             raise GradalignError(f"{thing.label} was given twice in one combination")
         else:
             parts[thing.label] = thing
     if len(servers) > 1:
         raise GradalignError("a combination has one server rule, got " + " and ".join(s.label for s in servers))
-    return Combination(tuple(parts.values()), servers[0] if servers else ServerRule())
+    return Combination(tuple(parts.values()) or (FedAvg(),), servers[0] if servers else ServerRule())

@@ -32,10 +32,11 @@ class ClientUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupGradient:
-    """Σ w_i ∇f_i(x) over a group of clients with weights w_i, and each client's loss."""
+    """Σ w_i ∇f_i(x) over a group of clients with weights w_i, each client's loss, and the examples of all."""
 
     gradient: Tensor
     losses: list[float]
+    examples: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,78 +1,155 @@
 """How a number (the learning rate, β) changes over the rounds.
 
 A schedule is a frozen dataclass with one method, ``at(round)``, where the first round is 0. A plain float is a
-constant schedule; ``value_at`` accepts both.
+constant schedule; ``value_at`` accepts both. When something happens is given in rounds, or in shares of the run, which
+``over(rounds)`` turns into rounds once the length of the run is known.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from gradalign.errors import GradalignError
 
 
+def _one_of(what: str, **given: object) -> None:
+    """Raise unless exactly one of these is given."""
+    names = [name for name, value in given.items() if value not in (None, {})]
+    if len(names) != 1:
+        raise GradalignError(f"{what} is given by {' or '.join(given)}, got {' and '.join(names) or 'neither'}")
+
+
+def _share(what: str, share: float | None) -> None:
+    if share is not None and not 0.0 <= share < math.inf:
+        raise GradalignError(f"{what} needs a share of the run of at least 0, got {share!r}")
+
+
+def _in_rounds(share: float, rounds: int) -> float:
+    # Rounded, so that a share which stands for a whole number of rounds is that number: 0.07 · 100 is 7.
+    return round(share * rounds, 9)
+
+
+def _known(rounds: float | None) -> float:
+    if rounds is None:
+        raise GradalignError("a schedule in shares of the run needs the run's length; use over(rounds) first")
+    return rounds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Start at ``value``; from each round in ``at_rounds`` on, use the value given there."""
+    """Start at ``value``; from each round in ``at_rounds``, or share of the run in ``at_shares``, use the one there."""
 
     value: float
-    at_rounds: Mapping[int, float] = field(default_factory=dict)
+    at_rounds: Mapping[int, float] | Mapping[float, float] = field(default_factory=dict)
+    at_shares: Mapping[float, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.at_shares:
+            _one_of("when steps are taken", at_rounds=self.at_rounds, at_shares=self.at_shares)
+        for share in self.at_shares:
+            _share("a step", share)
+
+    def over(self, rounds: int) -> Self:
+        """Return the same with rounds for shares."""
+        if not self.at_shares:
+            return self
+        starts = {_in_rounds(share, rounds): value for share, value in self.at_shares.items()}
+        return replace(self, at_rounds=starts, at_shares={})
 
     def at(self, round_index: int) -> float:
         """Return the value in force in this round."""
-        passed = [start for start in self.at_rounds if start <= round_index]
-        return self.at_rounds[max(passed)] if passed else self.value
+        _known(None if self.at_shares else 0)
+        passed = {start: value for start, value in self.at_rounds.items() if start <= round_index}
+        return passed[max(passed)] if passed else self.value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
-    """Rise linearly from ``start`` in round 0 to ``value`` in round ``rounds``, then stay."""
+    """Rise linearly from ``start`` in round 0 to ``value`` in round ``rounds``, or over a ``share`` of the run."""
 
     value: float
-    rounds: int
+    rounds: float | None = None
     start: float = 0.0
+    share: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise GradalignError(f"a warm-up needs rounds >= 1, got {self.rounds}")
+        _one_of("a warm-up's length", rounds=self.rounds, share=self.share)
+        _span("a warm-up", self.rounds, self.share)
+
+    def over(self, rounds: int) -> Self:
+        """Return the same with rounds for a share."""
+        return self if self.share is None else replace(self, rounds=_length(self.share, rounds), share=None)
 
     def at(self, round_index: int) -> float:
         """Return the value in force in this round."""
-        share = min(1.0, round_index / self.rounds)
-        return self.start + (self.value - self.start) * share
+        done = min(1.0, round_index / _known(self.rounds))
+        return self.start + (self.value - self.start) * done
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffUntil:
-    """Zero before round ``round``, ``value`` from then on."""
+    """Zero before round ``round`` (or a ``share`` of the run), ``value`` from then on."""
 
     value: float
-    round: int
+    round: float | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("the end of being off", round=self.round, share=self.share)
+        _share("being off", self.share)
+
+    def over(self, rounds: int) -> Self:
+        """Return the same with a round for a share."""
+        return self if self.share is None else replace(self, round=_in_rounds(self.share, rounds), share=None)
 
     def at(self, round_index: int) -> float:
         """Return the value in force in this round."""
-        return self.value if round_index >= self.round else 0.0
+        return self.value if round_index >= _known(self.round) else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine:
-    """Fall from ``value`` in round 0 to ``end`` in round ``rounds`` along half a cosine, then stay."""
+    """Fall from ``value`` in round 0 to ``end`` in round ``rounds`` along half a cosine, then stay.
+
+    Instead of ``rounds``, a ``share`` of the run; with neither it is the whole run, whose end then has ``end``.
+    """
 
     value: float
-    rounds: int
+    rounds: float | None = None
     end: float = 0.0
+    share: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise GradalignError(f"a cosine schedule needs rounds >= 1, got {self.rounds}")
+        if self.rounds is not None and self.share is not None:
+            _one_of("a cosine's length", rounds=self.rounds, share=self.share)
+        _span("a cosine schedule", self.rounds, self.share)
+
+    def over(self, rounds: int) -> Self:
+        """Return the same with rounds for a share."""
+        if self.rounds is not None:
+            return self
+        share = 1.0 if self.share is None else self.share
+        return replace(self, rounds=_length(share, rounds), share=None)
 
     def at(self, round_index: int) -> float:
         """Return the value in force in this round."""
-        share = min(1.0, round_index / self.rounds)
-        return self.end + (self.value - self.end) * 0.5 * (1.0 + math.cos(math.pi * share))
+        done = min(1.0, round_index / _known(self.rounds))
+        return self.end + (self.value - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _span(what: str, rounds: float | None, share: float | None) -> None:
+    if rounds is not None and rounds < 1:
+        raise GradalignError(f"{what} needs rounds >= 1, got {rounds}")
+    if share is not None and not 0.0 < share < math.inf:
+        raise GradalignError(f"{what} needs a share of the run above 0, got {share!r}")
+
+
+def _length(share: float, rounds: int) -> float:
+    """Return a length in rounds; one round, the shortest, is the same as anything shorter."""
+    return max(1.0, _in_rounds(share, rounds))
 
 
 Schedule = Steps | Warmup | OffUntil | Cosine
@@ -90,6 +167,11 @@ def setting_of(name: str, value: Any) -> float | Schedule:
     return value if isinstance(value, Schedule) else number(name, value)
 
 
+def spanning(setting: float | Schedule, rounds: int) -> float | Schedule:
+    """Return the setting for a run of this length: what is given in shares of the run, in rounds."""
+    return setting.over(rounds) if isinstance(setting, Schedule) else setting
+
+
 def value_at(setting: float | Schedule, round_index: int) -> float:
     """Return the number a constant or a schedule gives in this round."""
     return float(setting) if isinstance(setting, int | float) else setting.at(round_index)
@@ -99,7 +181,7 @@ def values_of(setting: float | Schedule) -> tuple[float, ...]:
     """Return every number that the setting can be built from, for range checks."""
     match setting:
         case Steps():
-            return (setting.value, *setting.at_rounds.values())
+            return (setting.value, *setting.at_rounds.values(), *setting.at_shares.values())
         case Warmup():
             return (setting.value, setting.start)
         case OffUntil():

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gradalign.command import AsJson, DataDir, Settings, UserTask, plain_errors, print_json
+from gradalign.command import AsJson, DataDir, Device, Settings, UserTask, plain_errors, print_json
 
 
 def register(app: typer.Typer) -> None:
@@ -75,6 +75,7 @@ def sweep(
     resume: Annotated[
         bool, typer.Option("--resume", help="Without --out: go on with the newest sweep of this name.")
     ] = False,
+    device: Device = "cpu",
     workers: Annotated[
         int | None, typer.Option("--workers", min=0, help="Worker processes of each trial (default: one per core).")
     ] = None,
@@ -112,7 +113,7 @@ def sweep(
             test_beta=test_beta,
         )
         loaded = load_recipe(recipe, settings or (), seed, task)
-        where = Where(workers=workers, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers())
+        where = Where(device=device, workers=workers, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers())
         with using_data_folder(data_dir):
             plan = plan_sweep(loaded, algorithm, parse_grid(grid or ()), choices)
             folder = output_folder(out, f"sweep-{plan.name}", resume=resume)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradalign.command import AsJson, plain_errors
+from gradalign.command import AsJson, Device, plain_errors
 
 if TYPE_CHECKING:
     from gradalign.diagnose import Diagnosis
@@ -160,13 +160,16 @@ def diagnose(
     ] = None,
     lr: Annotated[float, typer.Option("--lr", help="α, the local learning rate you will train with.")] = 0.1,
     steps: Annotated[int, typer.Option("--steps", help="K, the local steps of a round.")] = 10,
+    device: Device = "cpu",
 ) -> None:
     """Say before training whether the clients' gradients are misaligned enough for FedGA, and suggest a β."""
     with plain_errors():
+        from gradalign.devices import check_device
         from gradalign.diagnose import diagnose as measure
 
+        check_device(device)
         made = _task(task, seed, settings or ())
-        found = measure(made, lr=lr, steps=steps, clients=clients, examples=examples, seed=seed)
+        found = measure(made, lr=lr, steps=steps, clients=clients, examples=examples, seed=seed, device=device)
         if as_json:
             _print_json(asdict(found))
         else:

@@ -92,7 +92,7 @@ class LockstepTrainer:
         found = [one if isinstance(one, LargeWeight) else _taken(one) for one in own]
         self.shelf.put(found, counts, shelves)
         losses += self._sum(found, torch.tensor(weights, dtype=self.dtype), out)
-        return GroupGradient(gradient=out, losses=losses.tolist())
+        return GroupGradient(gradient=out, losses=losses.tolist(), examples=sum(counts))
 
     def train_sum(
         self,

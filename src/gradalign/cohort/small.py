@@ -144,13 +144,13 @@ class CohortTrainer:
         shelves: Sequence[Tensor],
     ) -> GroupGradient:
         """Write Σ w_i ∇f_i(x) to ``out``, and put every client's own gradient on its shelf."""
-        vectors, losses, _, _ = self._gradients(point, examples, clients, round_index, limit)
+        vectors, losses, _, counts = self._gradients(point, examples, clients, round_index, limit)
         for shelf, vector in zip(shelves, vectors, strict=True):
             shelf[: len(vector)].copy_(vector)
         torch.mv(vectors.T, torch.tensor(weights, dtype=self.dtype), out=out)
         if not all_finite(out):
             losses = losses.masked_fill(strays([vectors]), math.nan)
-        return GroupGradient(gradient=out, losses=losses.tolist())
+        return GroupGradient(gradient=out, losses=losses.tolist(), examples=sum(counts))
 
     def train(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradalign.devices import check_device
 from gradalign.engines import Engine
 from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
@@ -47,6 +48,7 @@ def run(
     local: LocalTraining | None = None,
     weights: str = "uniform",
     dropout: float = 0.0,
+    min_fraction: float = 0.0,
     measure: Measure | None = None,
     seed: int = 0,
     fast: bool = True,
@@ -69,6 +71,7 @@ def run(
         local: How a client trains; one epoch with lr 0.1 on the whole client when not given.
         weights: "uniform", or "examples" to weight clients by their number of examples.
         dropout: The chance that a sampled client falls silent between the two phases of a round.
+        min_fraction: The share of the sampled clients that must answer each phase for a round to count.
         measure: What is measured and how often.
         seed: The seed of everything random.
         fast: Use ways of computing that are faster and the same up to rounding; False for the plain per-client loop.
@@ -97,8 +100,10 @@ def run(
         per_round=clients_per_round,
         weights=weights,
         dropout=dropout,
+        min_fraction=min_fraction,
         seed=seed,
         fast=fast,
+        rounds=rounds,
     )
     spec = {"rounds": rounds, **describe(federation, measure)}
     where = Where(
@@ -128,6 +133,9 @@ class Where:
     trackers: Trackers = field(default_factory=Trackers)
     name: str | None = None
     """What trackers call the run; made from the spec when not given."""
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
 
 
 def run_spec(
@@ -163,10 +171,6 @@ def check_engine(name: str) -> None:
 
 def make_engine(federation: Federation, where: Where) -> Engine:
     """Return the engine that ``where`` names, ready for this federation."""
-    try:
-        torch.device(where.device)
-    except RuntimeError:
-        raise GradalignError(f'"{where.device}" is not a device; give for example "cpu" or "cuda:0"') from None
     if where.engine == "distributed":
         return _distributed_engine(federation, where)
     if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:

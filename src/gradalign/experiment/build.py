@@ -13,7 +13,7 @@ from typing import Any
 from gradalign import algorithms, server
 from gradalign.errors import ClientError, GradalignError
 from gradalign.experiment.federation import Federation
-from gradalign.experiment.spec import AlgorithmSpec, LocalSpec, ScheduleSpec, ServerSpec, Spec
+from gradalign.experiment.spec import AlgorithmSpec, LocalSpec, PartSpec, ScheduleSpec, ServerSpec, Spec
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.schedule import Cosine, OffUntil, Schedule, Steps, Warmup
 from gradalign.server import ServerRule
@@ -45,7 +45,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 SERVER_RULES: dict[str, type[ServerRule]] = {
     kind.label: kind for kind in (server.FedAvgM, server.FedAdagrad, server.FedAdam, server.FedYogi)
 }
-_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+SCHEDULES: dict[str, type[Schedule]] = {
     "steps": Steps,
     "warmup": Warmup,
     "off-until": OffUntil,
@@ -78,7 +78,7 @@ def build_schedule(setting: float | ScheduleSpec, where: str) -> float | Schedul
     if not isinstance(setting, ScheduleSpec):
         return setting
     given = setting.model_dump(exclude_none=True)
-    make = _SCHEDULES[given.pop("kind")]
+    make = SCHEDULES[given.pop("kind")]
     expected = dict(inspect.signature(make).parameters)
     missing = [name for name, p in expected.items() if p.default is inspect.Parameter.empty and name not in given]
     unknown = [name for name in given if name not in expected]
@@ -87,27 +87,32 @@ def build_schedule(setting: float | ScheduleSpec, where: str) -> float | Schedul
             f'{where}: a "{setting.kind}" schedule has the keys {", ".join(expected)}; '
             + (f"{missing[0]} is missing" if missing else f"{unknown[0]} is not one of them")
         )
-    if "at_rounds" in given:
-        try:
-            given["at_rounds"] = {int(start): value for start, value in given["at_rounds"].items()}
-        except ValueError:
-            raise GradalignError(f"{where}.at_rounds: the keys must be round numbers") from None
-    return make(**given)
+    for name, kind, what in (("at_rounds", int, "round numbers"), ("at_shares", float, "shares of the run")):
+        if name in given:
+            try:
+                given[name] = {kind(start): value for start, value in given[name].items()}
+            except ValueError:
+                raise GradalignError(f"{where}.{name}: the keys must be {what}") from None
+    try:
+        return make(**given)
+    except GradalignError as error:
+        raise GradalignError(f"{where}: {error}") from None
 
 
 def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
     """Compose the algorithm that the [algorithm] and [server] tables describe."""
     names = algorithm_names(spec.name)
-    given = {key: getattr(spec, key) for key in type(spec).model_fields if key != "name"}
-    given = {key: value for key, value in given.items() if value is not None}
-    unused = set(given) - accepted_parameters(spec.name)
-    if unused:
-        raise GradalignError(f"algorithm.{min(unused)} is set, but {spec.name} has no such parameter; remove it")
-    if "beta" in given:
-        given["beta"] = build_schedule(given["beta"], "algorithm.beta")
+    own_tables = {_plain(name): table for name, table in (spec.parts or {}).items()}
+    strangers = sorted(set(own_tables) - (set(names) & set(ALGORITHMS)))
+    if strangers:
+        raise GradalignError(f"algorithm.parts.{strangers[0]} is set, but {spec.name} has no such part; remove it")
+    given = _parameters(spec, "algorithm", accepted_parameters(spec.name), spec.name)
     parts: list[Algorithm | ServerRule] = []
-    for kind in (ALGORITHMS[name] for name in names if name in ALGORITHMS):
-        own = {field.name: given[field.name] for field in fields(kind) if field.name in given}
+    for name, kind in ((name, ALGORITHMS[name]) for name in names if name in ALGORITHMS):
+        known = {field.name for field in fields(kind)}
+        own = {key: value for key, value in given.items() if key in known}
+        if name in own_tables:
+            own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, name)
         if "beta" in {field.name for field in fields(kind)} and "beta" not in own:
             raise GradalignError(f"algorithm.beta is needed for {spec.name}: the strength of the alignment, e.g. 0.1")
         parts.append(kind(**own))
@@ -115,6 +120,17 @@ def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
     if len(rules) > 1:
         raise GradalignError(f"algorithm.name: {spec.name} names more than one server rule")
     return combine(*parts, _build_rule(rules[0] if rules else None, rule))
+
+
+def _parameters(spec: PartSpec, where: str, known: set[str], name: str) -> dict[str, Any]:
+    """Return the values that a table sets, all of which the algorithm must have."""
+    given = {key: getattr(spec, key) for key in PartSpec.model_fields if getattr(spec, key) is not None}
+    unused = set(given) - known
+    if unused:
+        raise GradalignError(f"{where}.{min(unused)} is set, but {name} has no such parameter; remove it")
+    if "beta" in given:
+        given["beta"] = build_schedule(given["beta"], f"{where}.beta")
+    return given
 
 
 def _build_rule(name: str | None, spec: ServerSpec) -> ServerRule:
@@ -227,6 +243,7 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
         min_fraction=spec.clients.min_fraction,
         seed=spec.seed,
         fast=spec.fast,
+        rounds=spec.rounds,
     )
 
 
@@ -241,6 +258,7 @@ def make_federation(
     seed: int,
     fast: bool = True,
     min_fraction: float = 0.0,
+    rounds: int | None = None,
 ) -> Federation:
     """Check what only the task can tell, and return the federation."""
     total = len(task.clients)
@@ -262,4 +280,5 @@ def make_federation(
         seed=seed,
         fast=fast,
         min_fraction=min_fraction,
+        rounds=rounds,
     )

@@ -40,8 +40,7 @@ def settle(measure: Measure, federation: Federation, rounds: int) -> Measure:
     """
     if measure.test_every is not None and measure.train_every is not None:
         return measure
-    elsewhere = getattr(federation.task.clients, "elsewhere", False)
-    test, probed, budget = (0.0, 0.0, 0.0) if elsewhere else _costs(measure, federation, rounds)
+    test, probed, budget = (0.0, 0.0, 0.0) if federation.elsewhere else _costs(measure, federation, rounds)
     test_every, train_every = measure.test_every, measure.train_every
     if test_every is None:
         test_every = spacing(rounds, TEST_POINTS, test, budget / 2)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradalign.flat import Point
 from gradalign.plan import Combination
+from gradalign.schedule import spanning, value_at
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server import Memory
 from gradalign.tasks.task import Task
@@ -29,6 +30,7 @@ class Federation:
         seed: The seed of everything random.
         fast: Whether engines may use ways of computing that are the same up to rounding.
         min_fraction: The share of the sampled clients that must answer each phase for the round to count.
+        rounds: The length of the run, which schedules in shares of it need.
     """
 
     task: Task
@@ -40,6 +42,17 @@ class Federation:
     seed: int = 0
     fast: bool = True
     min_fraction: float = 0.0
+    rounds: int | None = None
+
+    def algorithm_at(self, round_index: int) -> Combination:
+        """Return the algorithm with its schedules resolved for this round."""
+        spread = self.algorithm if self.rounds is None else self.algorithm.over(self.rounds)
+        return spread.at(round_index)
+
+    def lr_at(self, round_index: int) -> float:
+        """Return the clients' learning rate in this round."""
+        lr = self.local.lr
+        return value_at(lr if self.rounds is None else spanning(lr, self.rounds), round_index)
 
     def sample(self, round_index: int) -> list[int]:
         """Return this round's clients, in ascending order: uniform, without replacement, in O(|S|) time."""
@@ -56,8 +69,17 @@ class Federation:
         return bool(numpy_stream(self.seed, Purpose.DROPOUT_OF_CLIENTS, round_index, client).random() < self.dropout)
 
     def weight(self, client: int) -> float:
-        """Return the client's weight before normalisation."""
-        return float(len(self.task.client(client, self.seed))) if self.by_examples else 1.0
+        """Return the client's weight before normalisation; NaN for one elsewhere that has not told its size yet."""
+        if not self.by_examples:
+            return 1.0
+        if self.elsewhere:
+            return float(self.task.clients.weight(client))  # type: ignore[attr-defined]
+        return float(len(self.task.client(client, self.seed)))
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the clients' data is on other machines, so that only they know how much it is."""
+        return getattr(self.task.clients, "elsewhere", False)
 
 
 @dataclass(frozen=True, kw_only=True)

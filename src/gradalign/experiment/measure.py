@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-from torch import Tensor
 
 from gradalign.alignment import alignment_of
 from gradalign.engines import Engine
@@ -14,6 +12,7 @@ from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.federation import Federation, ServerState
 from gradalign.experiment.rounds import probe_clients
+from gradalign.replies import ClientGradient
 
 Row = dict[str, Any]
 
@@ -50,17 +49,15 @@ class Measure:
 
 def measured_at(
     state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine
-) -> tuple[Row, dict[int, Tensor]]:
+) -> tuple[Row, dict[int, ClientGradient]]:
     """Measure what is due at this point; also return the clients' gradients where they were taken."""
     row: Row = dict.fromkeys(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
     scored_on = federation.task.scored_on
     row |= {f"{scored_on}_loss": None, f"{scored_on}_accuracy": None}
-    gradients: dict[int, Tensor] = {}
-    losses: list[float] = []
+    gradients: dict[int, ClientGradient] = {}
     weights: list[float] = []
-    accuracies: list[float | None] = []
     if measure.due(measure.test_every, state.round, rounds):
         score = engine.evaluate(state.point)
         if score is not None:
@@ -69,16 +66,14 @@ def measured_at(
     if measure.due(measure.train_every, state.round, rounds):
         clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
         for client, reply in engine.gradients(state.point, clients, round_index=state.round):
-            gradients[client] = reply.gradient.to("cpu", copy=True)
-            losses.append(reply.loss)
-            accuracies.append(reply.accuracy)
+            gradients[client] = replace(reply, gradient=reply.gradient.to("cpu", copy=True))
             weights.append(federation.weight(client))
     if gradients:
-        row["train_loss"] = _mean(losses, weights)
-        known = [accuracy for accuracy in accuracies if accuracy is not None]
+        row["train_loss"] = _mean([reply.loss for reply in gradients.values()], weights)
+        known = [reply.accuracy for reply in gradients.values() if reply.accuracy is not None]
         row["train_accuracy"] = _mean(known, weights) if len(known) == len(weights) else None
         with one_thread():  # norms over several threads round differently
-            found = alignment_of(list(gradients.values()), weights)
+            found = alignment_of([reply.gradient for reply in gradients.values()], weights)
         row |= {"r": found.r, "drift": found.drift, "drift_ratio": found.drift_ratio, "cosine": found.cosine}
     bad = [name for name, value in row.items() if value is not None and not math.isfinite(value)]
     if bad:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import SERVER_RULES, accepted_parameters, algorithm_names
-from gradalign.experiment.scale import apply_scale
+from gradalign.experiment.scale import apply_scale, lay_over
 from gradalign.experiment.spec import (
     AlgorithmSpec,
     CompareSpec,
@@ -66,7 +66,7 @@ class Recipe:
         chosen = self.changes.get("algorithm")
         name = chosen.get("name") if isinstance(chosen, Mapping) else None
         data = self.data if name is None else _fitting(self.data, str(name))
-        return validate(apply_scale(merge(data, self.changes), self.source), self.source)
+        return validate(apply_scale(lay_over(data, self.changes), self.source), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
@@ -84,7 +84,7 @@ class Recipe:
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
         name = merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"]
         data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
-        data = merge(merge(data, settings), _fitting(self.changes, name))
+        data = lay_over(lay_over(data, settings), _fitting(self.changes, name))
         data["algorithm"]["name"] = name
         return data
 
@@ -107,7 +107,7 @@ def _fitting(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     rules = [SERVER_RULES[part] for part in names if part in SERVER_RULES] or [ServerRule]
     rule_keys = {field.name for kind in rules for field in fields(kind)}
     unfit = {
-        "algorithm": set(AlgorithmSpec.model_fields) - accepted_parameters(name) - {"name"},
+        "algorithm": set(AlgorithmSpec.model_fields) - accepted_parameters(name) - {"name"} - _own_tables(data, names),
         "server": set(ServerSpec.model_fields) - rule_keys,
     }
     return {
@@ -116,6 +116,13 @@ def _fitting(data: Mapping[str, Any], name: str) -> dict[str, Any]:
         else content
         for table, content in data.items()
     }
+
+
+def _own_tables(data: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Return ``parts`` where all that has tables of its own there is among these names."""
+    algorithm = data.get("algorithm")
+    parts = algorithm.get("parts") if isinstance(algorithm, Mapping) else None
+    return {"parts"} if isinstance(parts, Mapping) and set(parts) <= set(names) else set()
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -21,8 +21,7 @@ from gradalign.experiment.federation import Federation, ServerState, Totals
 from gradalign.experiment.tally import Tally
 from gradalign.flat import Point, all_finite
 from gradalign.plan import ClientView, Plan, Shift
-from gradalign.replies import ClientUpdate
-from gradalign.schedule import value_at
+from gradalign.replies import ClientGradient, ClientUpdate
 from gradalign.seeding import Purpose, numpy_stream
 
 
@@ -40,8 +39,12 @@ class RoundFacts:
 
 
 def gather_gradients(
-    federation: Federation, engine: Engine, state: ServerState, clients: Sequence[int], known: Mapping[int, Tensor]
-) -> dict[int, Tensor]:
+    federation: Federation,
+    engine: Engine,
+    state: ServerState,
+    clients: Sequence[int],
+    known: Mapping[int, ClientGradient],
+) -> dict[int, ClientGradient]:
     """Return g_i of every client that answers, taking those already known at this point as they are."""
     gradients = dict(known)
     missing = [client for client in clients if client not in gradients]
@@ -49,12 +52,12 @@ def gather_gradients(
     for client, reply in engine.gradients(state.point, missing, round_index=state.round, limit=limit):
         if not math.isfinite(reply.loss) or not all_finite(reply.gradient):
             raise _diverged("gradient", state.round, f"at client {client}", federation)
-        gradients[client] = reply.gradient.to("cpu", copy=True)
+        gradients[client] = replace(reply, gradient=reply.gradient.to("cpu", copy=True))
     return {client: gradients[client] for client in clients if client in gradients}
 
 
 def _diverged(what: str, round_index: int, where: str, federation: Federation) -> DivergedError:
-    lr = value_at(federation.local.lr, round_index)
+    lr = federation.lr_at(round_index)
     return DivergedError(
         f"the {what} became NaN or infinite in round {round_index + 1} {where} (local.lr = {lr:g}); "
         "lower local.lr or algorithm.beta, or set local.clip_norm"
@@ -66,19 +69,20 @@ class _Round:
 
     def __init__(self, federation: Federation, state: ServerState) -> None:
         self.federation, self.state = federation, state
-        self.algorithm = federation.algorithm.at(state.round)
-        self.lr = value_at(federation.local.lr, state.round)
+        self.algorithm = federation.algorithm_at(state.round)
+        self.lr = federation.lr_at(state.round)
         self.clients = federation.sample(state.round)
         self.weights = {client: federation.weight(client) for client in self.clients}
         self.total_weight = sum(self.weights.values())
         self.gradients: dict[int, Tensor] = {}
         self.mean_gradient: Tensor | None = None
+        self.gradient_examples = 0
         self.shift: Shift | None = None
         self.zero = torch.zeros_like(state.point.x)
         self.is_shift = self.algorithm.shift(self.zero) is not None
         self.shared = {name: vector.to(self.zero.dtype) for name, vector in state.shared.items()}
 
-    def gradient_phase(self, engine: Engine, known: Mapping[int, Tensor]) -> None:
+    def gradient_phase(self, engine: Engine, known: Mapping[int, ClientGradient]) -> None:
         """Gather g_i and ḡ; clients that do not answer leave the round."""
         if (
             isinstance(engine, SummingEngine)
@@ -87,13 +91,20 @@ class _Round:
             and engine.keeps_gradients(self.clients)
         ):
             return self.sum_gradients(engine)
-        self.gradients = gather_gradients(self.federation, engine, self.state, self.clients, known)
+        found = gather_gradients(self.federation, engine, self.state, self.clients, known)
+        self.gradients = {client: reply.gradient for client, reply in found.items()}
+        self.gradient_examples = sum(reply.examples for reply in found.values())
         self.clients = list(self.gradients)
         self.require_enough(len(self.clients), "gradient phase", engine)
+        self.weights |= {client: self.told_weight(client) for client in self.clients}
         weights = [self.weights[client] for client in self.clients]
         self.total_weight = sum(weights)
         mean = weighted_mean(list(self.gradients.values()), weights)
         self.mean_gradient = mean.to(self.state.point.x.dtype)
+
+    def told_weight(self, client: int) -> float:
+        """Return the weight of a client that has answered; one elsewhere may have told it only now."""
+        return self.federation.weight(client) if self.federation.elsewhere else self.weights[client]
 
     def sums_suffice(self, engine: SummingEngine) -> bool:
         """Return whether nothing of single clients is asked for."""
@@ -109,6 +120,7 @@ class _Round:
         ):
             self.require_finite("gradient", clients, reply.losses, reply.gradient)
             total.add_(reply.gradient.cpu())
+            self.gradient_examples += reply.examples
         self.mean_gradient = total.div_(self.total_weight).to(self.state.point.x.dtype)
         self.shift = self.algorithm.shift(self.mean_gradient)
 
@@ -178,7 +190,8 @@ class _Round:
         for client, reply in self.train(engine):
             if not math.isfinite(reply.loss) or not all_finite(reply.update):
                 raise _diverged("loss", self.state.round, f"at client {client}", self.federation)
-            weight = self.weights[client]
+            # The weights of ḡ are those of the average.
+            weight = self.weights[client] if self.gradients else self.told_weight(client)
             tally.add(reply, weight)
             for part in self.algorithm.keepers:
                 view = self.view(client, part.label)
@@ -211,7 +224,7 @@ class _Round:
         return Totals(
             communication_rounds=before.communication_rounds + phases,
             local_updates=before.local_updates + tally.steps,
-            examples=before.examples + tally.examples,
+            examples=before.examples + self.gradient_examples + tally.examples,
             bytes_down=before.bytes_down + len(self.clients) * (point + gradient + extra),
             bytes_up=before.bytes_up + len(self.clients) * gradient + tally.reported * (point + extra),
         )
@@ -226,9 +239,7 @@ class _Round:
         for label, change in tally.kept_change.items():
             before = shared.get(label, torch.zeros_like(change))
             shared[label] = before + (tally.reported / total) * (change / tally.weight)
-        update = tally.update / tally.weight
-        for part in self.algorithm.parts:
-            update = part.steer(update, shared.get(part.label), tally.reported)
+        update = self.algorithm.corrected(tally.update / tally.weight, shared, tally.reported)
         x, memory = self.algorithm.server.step(state.point.x.double(), update, state.memory)
         x = x.to(state.point.x.dtype)
         if not all_finite(x):
@@ -240,7 +251,10 @@ class _Round:
 
 
 def play_round(
-    federation: Federation, engine: Engine, state: ServerState, known_gradients: Mapping[int, Tensor] | None = None
+    federation: Federation,
+    engine: Engine,
+    state: ServerState,
+    known_gradients: Mapping[int, ClientGradient] | None = None,
 ) -> tuple[ServerState, RoundFacts]:
     """Play one round and return the state after it.
 
@@ -255,7 +269,9 @@ def play_round(
         return _play(_Round(federation, state), engine, known_gradients or {})
 
 
-def _play(play: _Round, engine: Engine, known_gradients: Mapping[int, Tensor]) -> tuple[ServerState, RoundFacts]:
+def _play(
+    play: _Round, engine: Engine, known_gradients: Mapping[int, ClientGradient]
+) -> tuple[ServerState, RoundFacts]:
     federation, state = play.federation, play.state
     if play.algorithm.needs_gradients:
         play.gradient_phase(engine, known_gradients)

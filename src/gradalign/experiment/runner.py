@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from gradalign._version import __version__
 from gradalign.engines import Engine, RemoteEngine, SummingEngine
@@ -25,6 +25,7 @@ from gradalign.experiment.measure import Measure, Row, measured_at
 from gradalign.experiment.rounds import RoundFacts, play_round
 from gradalign.experiment.store import RunFolder, read_metrics
 from gradalign.flat import FlatModel
+from gradalign.replies import ClientGradient
 
 CHECKPOINT_SECONDS = 10.0
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def _initial(federation: Federation) -> ServerState:
 
 
 def _play_patiently(
-    federation: Federation, engine: Engine, state: ServerState, known: dict[int, Tensor]
+    federation: Federation, engine: Engine, state: ServerState, known: dict[int, ClientGradient]
 ) -> tuple[ServerState, RoundFacts]:
     """Play a round, again when too few clients answered, as often as the engine has patience."""
     attempts = engine.attempts if isinstance(engine, RemoteEngine) else 1
@@ -159,7 +160,7 @@ def execute(
         on_begin(list(rows))
     began = time.monotonic() - spent
     saved = time.monotonic()
-    known: dict[int, Tensor] = {}
+    known: dict[int, ClientGradient] = {}
 
     def note(state: ServerState, facts: RoundFacts | None) -> None:
         nonlocal known

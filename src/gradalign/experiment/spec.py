@@ -35,7 +35,10 @@ class Section(BaseModel):
 
 
 class ScheduleSpec(Section):
-    """A number that changes over the rounds, e.g. ``{ kind = "warmup", value = 0.1, rounds = 20 }``."""
+    """A number that changes over the rounds, e.g. ``{ kind = "warmup", value = 0.1, rounds = 20 }``.
+
+    In place of rounds, ``share`` and ``at_shares`` are shares of the run.
+    """
 
     kind: Literal["steps", "warmup", "off-until", "cosine"]
     value: NotNegative
@@ -44,18 +47,29 @@ class ScheduleSpec(Section):
     end: NotNegative | None = None
     round: Annotated[int, Field(ge=0)] | None = None
     at_rounds: dict[str, NotNegative] | None = None
+    share: NotNegative | None = None
+    at_shares: dict[str, NotNegative] | None = None
 
 
-class AlgorithmSpec(Section):
-    """Which algorithm; names join with ``+``. Each key belongs to the algorithms that have it."""
+class PartSpec(Section):
+    """The parameters of one algorithm; each has some of them."""
 
-    name: str = "fedga"
     beta: NotNegative | ScheduleSpec | None = None
     form: Literal["start", "step"] | None = None
     mu: NotNegative | None = None
     control: Literal["fresh", "kept"] | None = None
     alpha: Positive | None = None
     aligned: bool | None = None
+
+
+class AlgorithmSpec(PartSpec):
+    """Which algorithm; names join with ``+``. Each key belongs to the algorithms that have it.
+
+    Where two of them share a key, ``[algorithm.parts.NAME]`` has the values of one.
+    """
+
+    name: str = "fedga"
+    parts: dict[str, PartSpec] | None = None
 
 
 class ServerSpec(Section):

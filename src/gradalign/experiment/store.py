@@ -18,7 +18,14 @@ import tomli_w
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gradalign.errors import ClientError, DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.errors import (
+    ClientError,
+    DivergedError,
+    FolderInUseError,
+    GradalignError,
+    LostRankError,
+    TooFewClientsError,
+)
 from gradalign.experiment.checkpoint import load_checkpoint, save_checkpoint
 from gradalign.experiment.federation import ServerState
 from gradalign.experiment.files import (
@@ -100,7 +107,7 @@ def locked(folder: Path) -> Iterator[None]:
                 break
             except OSError:
                 if not patience:
-                    raise GradalignError(f"another process is writing to {folder}") from None
+                    raise FolderInUseError(f"another process is writing to {folder}") from None
                 time.sleep(0.02)  # a reader that asks whether anyone writes holds the lock for a blink
         _locks.add(lock)
         try:

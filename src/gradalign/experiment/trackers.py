@@ -130,6 +130,8 @@ class WeightsAndBiases:
         home = self._folder or run.folder
         # Only in the run folder it is certain that they are this run's.
         before = _former(run.folder / WANDB) if run.folder is not None and self._folder is None else []
+        if before:
+            _let_the_second_pass(before[-1])
         try:
             self._run = wandb.init(
                 **self._given,
@@ -175,9 +177,16 @@ def _former(folder: Path) -> list[Path]:
     return sorted((path for path in found if _NAMED.fullmatch(path.name)), key=lambda path: path.name.split("-")[-2])
 
 
-_NAMED = re.compile(r"(?:offline-)?run-\d{8}_\d{6}-(\w+)")
+_NAMED = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(\w+)")
 
 
 def _id_of(folder: Path) -> str:
     match = _NAMED.fullmatch(folder.name)
-    return match[1] if match else ""
+    return match[2] if match else ""
+
+
+def _let_the_second_pass(folder: Path) -> None:
+    """Wait until wandb would give a new folder another name: folders are called by the second they are made in."""
+    match = _NAMED.fullmatch(folder.name)
+    while match and match[1] == time.strftime("%Y%m%d_%H%M%S"):
+        time.sleep(0.02)

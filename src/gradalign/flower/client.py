@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,13 +17,17 @@ from gradalign.errors import GradalignError
 from gradalign.flat import Point
 from gradalign.flower.memory import ClientMemory, MemoryLostError
 from gradalign.flower.messages import (
+    ARRAYS,
+    EXAMPLES,
     METRICS,
+    SEEN,
     Order,
     build_parts,
     known_algorithms,
     lost_memory_reply,
     received_vector,
     reply,
+    to_tensor,
 )
 from gradalign.local import LocalTrainer
 from gradalign.plan import Algorithm, ClientView, Combination
@@ -42,12 +47,36 @@ def partition_of(context: Context) -> int:
     return value
 
 
-def _tell_lost_memory(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Turn a lost memory into the reply that asks the server for it. A Flower mod."""
+_leaving: ContextVar[list[Callable[[Message], None]] | None] = ContextVar("leaving", default=None)
+
+
+def remember_as_sent(name: str, made: Tensor, remember: Callable[[Tensor], None]) -> None:
+    """Remember what comes of a vector: as it was made, and once more as it leaves if a mod changed it on its way."""
+    remember(made)
+
+    def look(answer: Message) -> None:
+        arrays = answer.content.array_records.get(ARRAYS) if answer.has_content() else None
+        sent = to_tensor(arrays[name], made.dtype) if arrays is not None and name in arrays else made
+        if sent.shape == made.shape and not torch.equal(sent, made):
+            remember(sent)
+
+    waiting = _leaving.get()
+    if waiting is not None:
+        waiting.append(look)
+
+
+def _at_the_door(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """The outermost Flower mod: sees replies as the server will, and asks it for a memory that is lost."""
+    token = _leaving.set([])
     try:
-        return call_next(message, context)
-    except MemoryLostError:
-        return lost_memory_reply(message)
+        answer = call_next(message, context)
+        for look in _leaving.get() or ():
+            look(answer)
+        return answer
+    except MemoryLostError as lost:
+        return lost_memory_reply(message, differs=lost.differs)
+    finally:
+        _leaving.reset(token)
 
 
 def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Iterable[Mod] = ()) -> ClientApp:
@@ -56,14 +85,17 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
     Register ``train("gradient")`` and ``train()`` on it, with ``gradient_reply`` and ``LocalRound`` inside.
 
     Args:
-        examples: Gives the number of the client's examples, for ``weights="examples"``.
+        examples: Gives the number of the client's examples, for ``weights="examples"``; when not given, the
+            server goes by the examples of the client's first reply in each round.
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
     """
-    app = ClientApp(mods=[_tell_lost_memory, *mods])
+    app = ClientApp(mods=[_at_the_door, *mods])
 
     @app.query("partition")
     def partition(message: Message, context: Context) -> Message:
-        known = {PARTITION: partition_of(context), "num-examples": 1 if examples is None else examples(context)}
+        known = {PARTITION: partition_of(context)}
+        if examples is not None:
+            known[EXAMPLES] = examples(context)
         total = context.node_config.get(PARTITIONS)
         if isinstance(total, int):
             known[PARTITIONS] = total
@@ -94,6 +126,7 @@ class Keepsakes:
             lr=order.lr,
             weight=order.weight,
             participants=order.participants,
+            gradient=_own_gradient(message, order, memory, x) if algorithm.needs_gradients else None,
             mean_gradient=received_vector(message, "mean_gradient", x),
             kept=zero,
             shared=zero,
@@ -105,24 +138,30 @@ class Keepsakes:
                 kept = received_vector(message, f"kept.{part.label}", x)
                 last = order.memory.get(part.label, -1)
                 if kept is None and last >= 0:
-                    kept = memory.kept(part.label, last, x)
+                    kept = memory.kept(part.label, last, x, order.digests.get(f"kept.{part.label}"))
             views[part.label] = replace(
                 common, shared=zero if shared is None else shared, kept=zero if kept is None else kept
             )
         return cls(order=order, algorithm=algorithm, views=views, memory=memory)
 
-    def with_gradient(self, gradient: Tensor | None) -> Keepsakes:
-        """Return the same with the client's own gradient."""
-        return replace(self, views={label: replace(view, gradient=gradient) for label, view in self.views.items()})
-
     def remember(self, update: Tensor, travel: float) -> None:
         """Keep k_i⁺ beside the k_i that the server knows of."""
+        if self.algorithm.keepers:
+            remember_as_sent("update", update, lambda sent: self._keep(sent, travel))
+
+    def _keep(self, update: Tensor, travel: float) -> None:
         for part in self.algorithm.keepers:
             view, last = self.views[part.label], self.order.memory.get(part.label, -1)
             versions = {self.order.round: part.keep(view, update, travel)}
             if last >= 0:
                 versions[last] = view.memory()[0]
             self.memory.put_kept(part.label, versions)
+
+
+def _own_gradient(message: Message, order: Order, memory: ClientMemory, like: Tensor) -> Tensor:
+    """Return g_i as the server has it: sent again, or the one that this client kept."""
+    sent = received_vector(message, "gradient", like)
+    return memory.gradient(order.round, order.limit, like, order.digests.get("gradient")) if sent is None else sent
 
 
 class _TaskClient:
@@ -172,16 +211,17 @@ class _TaskClient:
         order, memory = Order.of(message), ClientMemory(context)
         with one_thread():
             trainer, like = self._prepare(context, order)
+            examples = self.examples(context, order.seed)
             found = trainer.gradient(
                 memory.point(message, order.round, like),
-                self.examples(context, order.seed),
+                examples,
                 client=order.client,
                 round_index=order.round,
                 limit=order.limit,
             )
         memory.put_point(message, order.round)
-        memory.put_gradient(found.gradient, order.round, order.limit)
-        numbers = {"loss": found.loss, "accuracy": found.accuracy, "num-examples": found.examples}
+        remember_as_sent("gradient", found.gradient.cpu(), lambda g: memory.put_gradient(g, order.round, order.limit))
+        numbers = {"loss": found.loss, "accuracy": found.accuracy, EXAMPLES: len(examples), SEEN: found.examples}
         return reply(message, {"gradient": found.gradient}, numbers)
 
     def train(self, message: Message, context: Context) -> Message:
@@ -192,24 +232,12 @@ class _TaskClient:
             trainer, like = self._prepare(context, order)
             point = memory.point(message, order.round, like)
             brief = Keepsakes.of(message, order, memory, point, self._algorithms)
-            if brief.algorithm.needs_gradients:
-                brief = brief.with_gradient(self._own_gradient(trainer, point, examples, order, memory))
             plan = brief.algorithm.plan(dict(brief.views))
             done = trainer.train(point, plan, examples, client=order.client, round_index=order.round, lr=order.lr)
         brief.remember(done.update.cpu(), done.travel)
-        numbers = {"loss": done.loss, "steps": done.steps, "num-examples": done.examples, "travel": done.travel}
+        numbers = {"loss": done.loss, "steps": done.steps, "travel": done.travel}
+        numbers |= {EXAMPLES: len(examples), SEEN: done.examples}
         return reply(message, {"update": done.update, "floats": done.floats, "ints": done.ints}, numbers)
-
-    @staticmethod
-    def _own_gradient(
-        trainer: LocalTrainer, point: Point, examples: Examples, order: Order, memory: ClientMemory
-    ) -> Tensor:
-        found = memory.gradient(order.round, order.limit, point.x)
-        if found is None:
-            # The state was lost between the phases: the same inputs give the same gradient, to the bit.
-            again = trainer.gradient(point, examples, client=order.client, round_index=order.round, limit=order.limit)
-            found = again.gradient.to("cpu", copy=True)
-        return found
 
 
 def client_app(

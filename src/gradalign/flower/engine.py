@@ -2,7 +2,8 @@
 
 Clients hold what is theirs (``gradalign.flower.memory``) and make their own plans. The server sends x once, ḡ and s. It
 can work out every k_i from the Δ_i it has seen, and does, so that a run goes on to the same bits when a client lost
-its state: the k_i is then sent along once. A client that fails in any way is left out of the phase, with a reason.
+its state: the k_i is then sent along. What the server works out is what counts: an order has digests of it.
+A client that fails in any way is left out of the phase, with a reason.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gradalign.flower.client import client_app
 from gradalign.flower.exchange import Answers, Exchange, Patience, Roster, logger
 from gradalign.flower.grid import InProcessGrid
 from gradalign.flower.messages import (
+    DIFFERS,
     GRADIENT,
     LOST,
     METRICS,
@@ -32,11 +34,14 @@ from gradalign.flower.messages import (
     BadReplyError,
     Order,
     describe_parts,
+    digest,
     instruction,
     point_arrays,
     read_gradient,
+    read_size,
     read_update,
     to_array,
+    unread_settings,
 )
 from gradalign.plan import ClientView, Combination, Plan
 from gradalign.replies import ClientGradient, ClientUpdate, Score
@@ -75,6 +80,8 @@ class FlowerEngine:
         self._met = False
         self._heard: dict[int, _Heard] = {}
         self._holds_point: dict[int, int] = {}
+        self._differing: set[int] = set()
+        self._warned: set[str] = set()
 
     def _nodes(self, clients: Sequence[int], phase: str, round_index: int) -> dict[int, int]:
         """Begin a phase: return where its clients are; those that are nowhere have failed."""
@@ -120,6 +127,8 @@ class FlowerEngine:
         for client in sorted(replies):
             try:
                 found = read(replies[client], point)
+                if self._federation.by_examples and client not in self._roster.told:
+                    self._roster.sizes[client] = read_size(replies[client])
             except BadReplyError as error:
                 self._blame(client, str(error), phase, round_index)
                 continue
@@ -170,7 +179,8 @@ class FlowerEngine:
             seconds, messages = self.patience.train_seconds, {}
             for client in clients:
                 order = self._train_order(client, algorithm, wanted[client], round_index, lr)
-                arrays = packer.arrays(wanted[client], order, with_memory=with_memory)
+                known_to_differ = client in self._differing
+                arrays = packer.arrays(wanted[client], order, with_memory=with_memory or known_to_differ)
                 if with_memory or self._holds_point.get(client) != round_index:
                     arrays |= packer.point
                 messages[client] = instruction(TRAIN, nodes[client], arrays, order, self._extra, seconds)
@@ -179,15 +189,23 @@ class FlowerEngine:
         answers = ask(nodes, with_memory=False)
         replies = answers.replies
         self._leave_out(answers, "training phase", round_index)
-        forgetful = [client for client, message in replies.items() if _has_lost_memory(message)]
+        forgetful = [client for client, message in replies.items() if _has(message, LOST)]
         if forgetful:
-            logger.warning("clients %s lost their state; the server sends it again", forgetful)
+            self._differing |= {client for client in forgetful if _has(replies[client], DIFFERS)}
+            logger.warning("clients %s lack the server's vectors of them; it sends them again", forgetful)
             again = ask(forgetful, with_memory=True)
             self._leave_out(again, "training phase", round_index)
             replies = {client: reply for client, reply in replies.items() if client not in forgetful} | again.replies
         for client, update in self._readable(replies, read_update, point, "training phase", round_index):
             self._heard[client] = _Heard(round_index, self._last_heard(client, round_index))
+            self._warn_of_unread(client, unread_settings(replies[client]))
             yield client, update
+
+    def _warn_of_unread(self, client: int, settings: str) -> None:
+        """Say once which settings a client's own training loop leaves aside."""
+        if settings and settings not in self._warned:
+            self._warned.add(settings)
+            logger.warning("client %d's training loop did not look at the strategy's local: %s", client, settings)
 
     def _last_heard(self, client: int, round_index: int) -> int:
         """Return the round of the k_i that the server counts on, −1 for none; a round played again does not count."""
@@ -199,6 +217,9 @@ class FlowerEngine:
     ) -> Order:
         first = next(iter(views.values()))
         last = self._last_heard(client, round_index)
+        held = {f"kept.{part.label}": views[part.label].kept for part in algorithm.keepers if last >= 0}
+        if algorithm.needs_gradients:
+            held["gradient"] = first.gradient
         return replace(
             self._order(client, round_index, self._federation.local.gradient_examples),
             lr=lr,
@@ -206,6 +227,7 @@ class FlowerEngine:
             weight=first.weight,
             participants=first.participants,
             memory={part.label: last for part in algorithm.keepers},
+            digests={name: digest(vector) for name, vector in held.items() if vector is not None},
         )
 
     @cached_property
@@ -249,8 +271,14 @@ class _Packer:
         return self._with_round
 
     def arrays(self, views: Mapping[str, ClientView], order: Order, *, with_memory: bool) -> dict[str, Array]:
-        """Return a client's arrays but for the point, with its k_i when it lost it or was met by an earlier server."""
+        """Return a client's arrays but for the point.
+
+        Its g_i and k_i are among them when it does not have the server's, its k_i when an earlier server met it.
+        """
         arrays = dict(self._round_arrays(views))
+        own = next(iter(views.values())).gradient
+        if with_memory and self._algorithm.needs_gradients and own is not None:
+            arrays["gradient"] = to_array(own)
         for part in self._algorithm.keepers:
             kept = views[part.label].kept
             unmet = order.memory[part.label] < 0
@@ -259,9 +287,9 @@ class _Packer:
         return arrays
 
 
-def _has_lost_memory(message: Message) -> bool:
+def _has(message: Message, name: str) -> bool:
     metrics = message.content.metric_records.get(METRICS) if message.has_content() else None
-    return metrics is not None and LOST in metrics
+    return metrics is not None and bool(metrics.get(name))
 
 
 class _AllHere(Roster):

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from gradalign.errors import GradalignError
 from gradalign.flower.client import PARTITION, PARTITIONS
-from gradalign.flower.messages import METRICS, QUERY
+from gradalign.flower.messages import EXAMPLES, METRICS, QUERY
 
 # A child of Flower's own logger: what is said here stands beside what Flower says, in the same form.
 logger = logging.getLogger("flwr.gradalign")
@@ -153,6 +153,8 @@ class Roster:
         self._client_of: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
+        self.told: set[int] = set()
+        """The clients that said their size when they were asked; the others say it in their replies."""
         self.partitions: int | None = None
         self.complaints: dict[int, str] = {}
 
@@ -188,8 +190,11 @@ class Roster:
     def _note(self, node: int, message: Message) -> None:
         metrics = message.content.metric_records.get(METRICS) if message.has_content() else None
         client = metrics.get(PARTITION) if metrics is not None else None
-        if metrics is None or not isinstance(client, int):
+        examples = metrics.get(EXAMPLES) if metrics is not None else None
+        wrong = examples is not None and (not isinstance(examples, int) or examples < 1)
+        if metrics is None or not isinstance(client, int) or wrong:
             reason = message.error.reason if message.has_error() else "its app does not answer query.partition"
+            reason = f"it says that it has {examples} examples, and must have at least 1" if wrong else reason
             if self.complaints.get(node) != reason:
                 logger.warning("node %s cannot take part: %s", node, reason)
             self.complaints[node] = str(reason)
@@ -198,8 +203,10 @@ class Roster:
         if other is not None and other != node:
             logger.warning("nodes %s and %s both hold partition %s; the second is used", other, node, client)
         self._client_of[node], self._node_of[client] = client, node
-        examples, total = metrics.get("num-examples"), metrics.get(PARTITIONS)
-        self.sizes[client] = examples if isinstance(examples, int) else 1
+        total = metrics.get(PARTITIONS)
+        if isinstance(examples, int):
+            self.sizes[client] = examples
+            self.told.add(client)
         self.partitions = total if isinstance(total, int) else self.partitions
 
     def wait(self, enough: Callable[[], bool]) -> bool:

@@ -2,6 +2,8 @@
 
 A k_i is kept in two versions: the one the server knows of, and the one after the present round. When the reply is
 lost on its way the server names the older round again and the client goes back to it, and both mean the same vector.
+The server is the authority: an order has the digests of g_i and k_i as the server has them, and a client that holds
+others (its Δ_i was clipped or noised on the way) asks for them.
 """
 
 from __future__ import annotations
@@ -11,13 +13,27 @@ from torch import Tensor
 
 from gradalign.errors import GradalignError
 from gradalign.flat import Point
-from gradalign.flower.messages import ARRAYS, received_point, to_array, to_tensor
+from gradalign.flower.messages import ARRAYS, digest, received_point, to_array, to_tensor
 
 _GRADIENT, _POINT, _KEPT = "gradalign.gradient", "gradalign.point", "gradalign.kept"
 
 
 class MemoryLostError(GradalignError):
-    """The server counts on a vector that this client does not have, for example because its SuperNode was restarted."""
+    """The server counts on a vector that this client does not have, or not with the same bits.
+
+    It is missing when a SuperNode was restarted; it ``differs`` when Δ_i or g_i was changed on its way to the server.
+    """
+
+    def __init__(self, text: str, *, differs: bool = False) -> None:
+        super().__init__(text)
+        self.differs = differs
+
+
+def _same(vector: Tensor, wanted: str | None, what: str) -> Tensor:
+    """Return a vector that is the server's, too; ``wanted`` is the digest of the server's."""
+    if wanted is not None and digest(vector) != wanted:
+        raise MemoryLostError(f"this client's {what} is not the server's", differs=True)
+    return vector
 
 
 class ClientMemory:
@@ -56,17 +72,19 @@ class ClientMemory:
         name = f"{self._tag(round_index)}:{limit}"
         self._context.state[_GRADIENT] = ArrayRecord({name: to_array(gradient)})
 
-    def gradient(self, round_index: int, limit: int | None, like: Tensor) -> Tensor | None:
-        """Return the g_i of this round, None when there is none."""
+    def gradient(self, round_index: int, limit: int | None, like: Tensor, wanted: str | None = None) -> Tensor:
+        """Return the g_i of this round; it is lost when it is not there, or not the one with the wanted digest."""
         record, name = self._record(_GRADIENT), f"{self._tag(round_index)}:{limit}"
-        return to_tensor(record[name], like.dtype) if name in record else None
+        if name not in record:
+            raise MemoryLostError(f"this client has no gradient of round {round_index + 1}")
+        return _same(to_tensor(record[name], like.dtype), wanted, "gradient")
 
-    def kept(self, label: str, round_index: int, like: Tensor) -> Tensor:
-        """Return k_i as it was after this round; it is lost when it is not there."""
+    def kept(self, label: str, round_index: int, like: Tensor, wanted: str | None = None) -> Tensor:
+        """Return k_i as it was after this round; it is lost when it is not there, or not the one wanted."""
         record, name = self._record(_KEPT), f"{label}@{self._tag(round_index)}"
         if name not in record:
             raise MemoryLostError(f"this client has no vector of {label} from round {round_index + 1}")
-        return to_tensor(record[name], like.dtype)
+        return _same(to_tensor(record[name], like.dtype), wanted, f"vector of {label}")
 
     def put_kept(self, label: str, versions: dict[int, Tensor]) -> None:
         """Remember k_i as it was after each of these rounds, and forget all others."""

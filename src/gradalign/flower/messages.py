@@ -8,6 +8,7 @@ and the buffers; a MetricRecord with the numbers. Vectors are flat, in the model
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from gradalign.training import LocalTraining
 
 ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
 QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
-LOST = "memory-lost"
+LOST, DIFFERS = "memory-lost", "memory-differs"
+EXAMPLES, SEEN, UNREAD = "num-examples", "examples-seen", "settings-unread"
 
 
 class BadReplyError(GradalignError):
@@ -48,6 +50,12 @@ def to_tensor(array: Array, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
+def digest(vector: Tensor) -> str:
+    """Return a hash of a vector's bytes: equal where server and client hold the same numbers, to the bit."""
+    plain = vector.detach().cpu().contiguous()
+    return hashlib.blake2b(plain.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """What a client is asked to do, vectors apart."""
@@ -66,6 +74,8 @@ class Order:
     participants: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
     """For each keeper: the round after which the server last heard of this client's k_i, −1 for never."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """Of the client's vectors as the server has them; what a client holds counts only where it is the same."""
 
     def encode(self) -> str:
         """Return the order as JSON; Python writes floats so that they are read back to the bit."""
@@ -149,9 +159,9 @@ def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str,
     return Message(RecordDict({ARRAYS: ArrayRecord(arrays), METRICS: MetricRecord(numbers)}), reply_to=message)
 
 
-def lost_memory_reply(message: Message) -> Message:
-    """Return the reply of a client that no longer has the k_i the server speaks of."""
-    return Message(RecordDict({METRICS: MetricRecord({LOST: 1})}), reply_to=message)
+def lost_memory_reply(message: Message, *, differs: bool) -> Message:
+    """Return the reply of a client that does not have a vector the server speaks of, or has another one."""
+    return Message(RecordDict({METRICS: MetricRecord({LOST: 1, DIFFERS: int(differs)})}), reply_to=message)
 
 
 def _number(record: MetricRecord, name: str) -> float:
@@ -193,8 +203,32 @@ def read_gradient(message: Message, point: Point) -> ClientGradient:
         gradient=_replied_vector(arrays, "gradient", point.x),
         loss=_number(metrics, "loss"),
         accuracy=_number(metrics, "accuracy") if "accuracy" in metrics else None,
-        examples=int(_number(metrics, "num-examples")),
+        examples=_seen(metrics),
     )
+
+
+def _seen(metrics: MetricRecord) -> int:
+    """Return how many examples a phase went through: the client's own number where the reply says no more."""
+    return int(_number(metrics, SEEN if SEEN in metrics else EXAMPLES))
+
+
+def read_size(message: Message) -> int:
+    """Return how many examples a client says in its reply that it has."""
+    metrics = _records(message)[1]
+    if EXAMPLES not in metrics:
+        raise BadReplyError(
+            f'its reply has no number called {EXAMPLES}, and weights="examples" needs one; give aligned_app(examples=…)'
+        )
+    size = _number(metrics, EXAMPLES)
+    if size < 1:
+        raise BadReplyError(f'its {EXAMPLES} is {size:g}, and weights="examples" needs at least 1')
+    return int(size)
+
+
+def unread_settings(message: Message) -> str:
+    """Return the settings that a training loop of the client's own did not look at, "" for none."""
+    record = message.content.config_records.get(CONFIG)
+    return str(record[UNREAD]) if record is not None and UNREAD in record else ""
 
 
 def read_update(message: Message, point: Point) -> ClientUpdate:
@@ -206,6 +240,6 @@ def read_update(message: Message, point: Point) -> ClientUpdate:
         ints=_replied_vector(arrays, "ints", point.ints),
         loss=_number(metrics, "loss"),
         steps=int(_number(metrics, "steps")),
-        examples=int(_number(metrics, "num-examples")),
+        examples=_seen(metrics),
         travel=_number(metrics, "travel"),
     )

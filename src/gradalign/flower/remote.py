@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,9 @@ class RemoteClients(Sequence[Examples]):
     def __len__(self) -> int:
         return self._total
 
+    def weight(self, client: int) -> float:
+        """Return how many examples a client has; NaN while it has not said so, which no average takes for a number."""
+        return float(self._sizes.get(client, math.nan))
+
     def __getitem__(self, client: Any) -> Any:
-        # A client that never connected has no size yet. It has no weight either, since it cannot answer.
         return _RemoteExamples(self._sizes.get(client, 1))

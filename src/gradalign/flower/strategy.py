@@ -11,6 +11,7 @@ import torch
 from flwr.serverapp import Grid
 from torch import nn
 
+from gradalign.devices import check_device
 from gradalign.errors import GradalignError
 from gradalign.experiment.api import Where, conduct
 from gradalign.experiment.build import make_federation
@@ -79,11 +80,11 @@ class AlignedStrategy:
         self.patience = patience or Patience()
         self.measure = measure or Measure(train_every=0)
         self._clients, self._per_round, self._weights = clients, clients_per_round, weights
-        self._min_fraction, self._seed, self._device = min_fraction, seed, device
+        self._min_fraction, self._seed, self._device = min_fraction, seed, check_device(device)
         self._train_config = dict(train_config or {})
         self._where = Where(out=out, resume=True, checkpoint_seconds=checkpoint_seconds, progress=False)
 
-    def federation(self, roster: Roster) -> Federation:
+    def federation(self, roster: Roster, rounds: int | None = None) -> Federation:
         """Return what stays the same over all rounds, asking the nodes for what only they know."""
         total = self._clients
         if total is None:
@@ -103,6 +104,7 @@ class AlignedStrategy:
             dropout=0.0,
             seed=self._seed,
             min_fraction=self._min_fraction,
+            rounds=rounds,
         )
 
     def start(self, grid: Grid, num_rounds: int = 3) -> Result:
@@ -111,7 +113,7 @@ class AlignedStrategy:
             raise GradalignError(f"num_rounds must be at least 1, got {num_rounds}")
         exchange = Exchange(grid, self.patience.poll_seconds)
         roster = Roster(exchange, self.patience)
-        federation = self.federation(roster)
+        federation = self.federation(roster, num_rounds)
         engine = FlowerEngine(
             grid,
             federation,

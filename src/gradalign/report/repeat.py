@@ -86,15 +86,20 @@ def _entry_names(groups: Sequence[Group]) -> list[str]:
 
 
 def _shared(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings that all have alike, tables looked into; the algorithm's are always its own."""
+    """Return the settings that all have alike, tables looked into; the algorithm's are always its own.
+
+    So are schedules where the rounds are not alike: those of the recipe would follow an entry's rounds.
+    """
     found: dict[str, Any] = {}
+    uneven = any(spec.get("rounds") != specs[0].get("rounds") for spec in specs)
     for key, value in specs[0].items():
         if key == "algorithm":
             continue
         others = [spec.get(key) for spec in specs[1:]]
         if key in _TABLES and isinstance(value, Mapping):
             tables = [other if isinstance(other, Mapping) else {} for other in others]
-            found[key] = {name: one for name, one in value.items() if all(t.get(name) == one for t in tables)}
+            alike = {name: one for name, one in value.items() if all(t.get(name) == one for t in tables)}
+            found[key] = {name: one for name, one in alike.items() if not (uneven and isinstance(one, Mapping))}
         elif all(other == value for other in others):
             found[key] = value
     return found

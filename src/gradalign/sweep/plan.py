@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from gradalign.errors import GradalignError
+from gradalign.errors import FolderInUseError, GradalignError
 from gradalign.experiment.build import build_federation
 from gradalign.experiment.files import COMPARISON, SPEC, SWEEP
 from gradalign.experiment.recipes import Recipe, unused_changes
@@ -167,16 +168,24 @@ def _check(plan: SweepPlan) -> None:
 def open_folder(folder: Path, plan: SweepPlan, storage: str, study: str) -> None:
     """Make the sweep's folder, or see that it holds this very sweep; several processes may do so at once."""
     description = tomllib.loads(tomli_w.dumps(plan.describe() | {"storage": storage, "study": study}))
-    until = time.monotonic() + 10.0
-    while True:
-        try:
-            with locked(folder):
-                _claim(folder, description)
-            return
-        except GradalignError as error:
-            if "another process is writing" not in str(error) or time.monotonic() > until:
-                raise
-            time.sleep(0.05)
+    with locked_in_turn(folder, 10.0):
+        _claim(folder, description)
+
+
+@contextmanager
+def locked_in_turn(folder: Path, seconds: float) -> Iterator[None]:
+    """Hold a folder's lock, waiting up to so many seconds for a process that holds it for a moment."""
+    until = time.monotonic() + seconds
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(locked(folder))
+                break
+            except FolderInUseError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+        yield
 
 
 def _claim(folder: Path, description: Mapping[str, Any]) -> None:

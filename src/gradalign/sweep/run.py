@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ from optuna.storages import RDBStorage
 from gradalign.errors import GradalignError
 from gradalign.experiment.api import Where
 from gradalign.experiment.files import METRICS, REPORT
-from gradalign.experiment.store import locked
 from gradalign.report import write_report
 from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Conductor, Found
-from gradalign.sweep.plan import DATABASE, SweepPlan, open_folder
+from gradalign.sweep.plan import DATABASE, SweepPlan, locked_in_turn, open_folder
 from gradalign.sweep.progress import sweep_bar
 from gradalign.sweep.results import TrialsFile, write_results
 from gradalign.sweep.storage import check_sweep, open_storage, register_sweep, without_password
@@ -56,15 +54,8 @@ def run_sweep(
 
 def _own_database(folder: Path) -> RDBStorage:
     """Open the folder's SQLite file; one process at a time, as the first one makes its tables."""
-    until = time.monotonic() + 60.0
-    while True:
-        try:
-            with locked(folder / ".opening"):
-                return open_storage(f"sqlite:///{(folder / DATABASE).resolve()}")
-        except GradalignError as error:
-            if "another process is writing" not in str(error) or time.monotonic() > until:
-                raise
-            time.sleep(0.1)
+    with locked_in_turn(folder / ".opening", 60.0):
+        return open_storage(f"sqlite:///{(folder / DATABASE).resolve()}")
 
 
 def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:

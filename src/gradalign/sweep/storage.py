@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import optuna
 from optuna.exceptions import DuplicatedStudyError
 from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.store import differing_fields
@@ -31,12 +33,26 @@ def open_storage(url: str) -> RDBStorage:
             return RDBStorage(url, engine_kwargs=options)
         except Exception as error:
             # Two processes that make the tables of a new database at once get in each other's way: try again.
-            if attempt < 4 and any(word in str(error) for word in ("already exists", "UNIQUE", "locked")):
+            if attempt < 4 and _collided(error):
                 time.sleep(0.2 * (attempt + 1))
                 continue
             reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
             raise GradalignError(f"cannot use the storage {without_password(url)}: {reason}") from None
     raise AssertionError("unreachable")
+
+
+def _collided(error: BaseException) -> bool:
+    """Whether a database failed because another process was at work on it, and not for good."""
+    if error.__cause__ is not None and _collided(error.__cause__):
+        return True
+    if isinstance(error, IntegrityError | ProgrammingError):  # a row or, on PostgreSQL, a table is there already
+        return True
+    if not isinstance(error, OperationalError) or error.orig is None:
+        return False
+    number = error.orig.args[0] if error.orig.args else None
+    code = getattr(error.orig, "sqlite_errorcode", -1) & 0xFF  # the low byte is the kind
+    # SQLite's word for a table that is there already is its general one; MySQL has a number for it.
+    return number == 1050 or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_ERROR)
 
 
 def without_password(url: str) -> str:
