@@ -36,6 +36,7 @@ from gradalign.errors import GradalignError
 from gradalign.experiment.rounds import probe_clients
 from gradalign.flat import Point
 from gradalign.seeding import Purpose, numpy_stream
+from gradalign.tasks.batches import join_batches
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
 
@@ -99,18 +100,7 @@ class Mixed(Examples):
         """Return the rows, grouped by the client they come from."""
         owners, rows = self.owners[index], self.rows[index]
         parts = [self.sources[int(o)].batch(rows[owners == o]) for o in owners.unique()]
-        return _join(parts)
-
-
-def _join(parts: list[Any]) -> Any:
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)
-    if isinstance(first, dict):
-        return {key: _join([part[key] for part in parts]) for key in first}
-    if isinstance(first, tuple | list) and first and isinstance(first[0], Tensor | dict | tuple | list):
-        return tuple(_join([part[place] for part in parts]) for place in range(len(first)))
-    raise TypeError(f"batches of {type(first).__name__} cannot be joined")
+        return join_batches(parts)
 
 
 def random_split(probe: Probe) -> list[Examples]:
@@ -126,7 +116,7 @@ def random_split(probe: Probe) -> list[Examples]:
 def _random_spread(probe: Probe, point: Point) -> Spread | None:
     try:
         return spread(probe, point, random_split(probe))
-    except (TypeError, RuntimeError):
+    except (GradalignError, TypeError, RuntimeError):
         return None  # examples of different shapes, or batches of a kind we cannot join
 
 

@@ -24,6 +24,7 @@ from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.spectrum import convolve_by_spectra
 from gradalign.step import LocalStep, hand_over_gradients
+from gradalign.tasks.batches import map_tensors
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task, predict
 from gradalign.training import LocalTraining
@@ -113,15 +114,8 @@ class LocalTrainer:
 
     def _place(self, batch: Any) -> Any:
         """Move a batch to the model's device, floats in the model's precision, images in its memory format."""
-        if isinstance(batch, Tensor):
-            tensor = batch.to(self.device, self.dtype if batch.is_floating_point() else None)
-            return to_channels_last(tensor) if self.channels_last else tensor
-        if isinstance(batch, dict):
-            return {key: self._place(value) for key, value in batch.items()}
-        if isinstance(batch, tuple | list):
-            placed = [self._place(value) for value in batch]
-            return type(batch)(*placed) if hasattr(batch, "_fields") else type(batch)(placed)
-        return batch
+        placed = map_tensors(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), batch)
+        return to_channels_last(placed) if self.channels_last else placed
 
     def loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""

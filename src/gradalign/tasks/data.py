@@ -78,7 +78,9 @@ def as_examples(data: Any) -> Examples:
             raise GradalignError("inputs and targets must have one entry per example, got a single number")
         # Arrays with negative strides are valid NumPy, but torch cannot see them.
         arrays = [np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part for part in data]
-        return TensorExamples(tuple(torch.as_tensor(part) for part in arrays))
+        # A named tuple's batches have its names too.
+        names = getattr(type(data), "_make", None)
+        return TensorExamples(tuple(torch.as_tensor(part) for part in arrays), transform=names)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | Mapping):
         return DatasetExamples(data)
     raise GradalignError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, numpy_stream
+from gradalign.tasks.batches import batch_length, join_batches, take_examples
 from gradalign.tasks.data import Examples, PartitionedClients, TensorExamples, as_examples
 from gradalign.tasks.task import Task
 
@@ -110,45 +111,21 @@ class _Part(Examples):
 
 
 class _Gathered(Examples):
-    """One large batch, of any shape that is made of tensors, from which smaller ones are drawn."""
+    """One large batch, of any form, from which smaller ones are drawn."""
 
     def __init__(self, whole: Any) -> None:
         self.whole = whole
 
     def __len__(self) -> int:
-        return _first_length(self.whole)
+        return batch_length(self.whole)
 
     def batch(self, index: Tensor) -> Any:
-        """Return these rows of every tensor."""
-        return _mapped(lambda tensors: tensors[0].index_select(0, index), [self.whole])
-
-
-def _mapped(change: Callable[[list[Tensor]], Tensor], batches: Sequence[Any]) -> Any:
-    """Apply a function to the tensors that lie at the same place of every batch."""
-    first = batches[0]
-    if isinstance(first, Tensor):
-        return change(list(batches))
-    if isinstance(first, Mapping):
-        return {key: _mapped(change, [batch[key] for batch in batches]) for key in first}
-    if isinstance(first, tuple | list):
-        parts = [_mapped(change, [batch[place] for batch in batches]) for place in range(len(first))]
-        return parts if isinstance(first, list) else tuple(parts)
-    raise GradalignError(
-        f"cannot hold out validation examples from batches that contain {type(first).__name__}; "
-        "batches must be made of tensors"
-    )
+        """Return these examples, in the form of the clients' own batches."""
+        return take_examples(self.whole, index)
 
 
 def _joined(batches: Sequence[Any]) -> Any:
     try:
-        return _mapped(torch.cat, batches)
-    except (RuntimeError, KeyError, IndexError, TypeError) as error:
-        raise GradalignError(
-            f"cannot hold out validation examples: the clients' examples differ in form ({error})"
-        ) from None
-
-
-def _first_length(batch: Any) -> int:
-    while not isinstance(batch, Tensor):
-        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-    return len(batch)
+        return join_batches(batches)
+    except GradalignError as error:
+        raise GradalignError(f"cannot hold out validation examples: {error}") from None
