@@ -70,6 +70,9 @@ class Task:
         accuracy: ``accuracy(outputs, targets)`` gives the batch's mean accuracy, or None where it has none.
         scored_on: What the test examples are called in the metrics: "validation" where ``hold_out`` put held-out
             training examples in their place.
+        groups: Which examples belong together, where some do: one entry per client with, for each of its examples, a
+            whole number, a name, or a pair (first, last) of whole numbers. ``hold_out`` never puts examples that share
+            a number on both sides: pictures of one patient, or windows of text, whose pairs are the letters they cover.
         name: The task's name in run folders and tables.
         facts: Anything worth printing beside the results, such as the partition or the size of a subset.
     """
@@ -82,6 +85,7 @@ class Task:
     augment: Callable[[Any], Any] | None = None
     accuracy: Callable[[Any, Any], Tensor | float | None] = share_correct
     scored_on: Literal["test", "validation"] = "test"
+    groups: Sequence[Any] | None = None
     name: str = "custom"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,6 +94,10 @@ class Task:
             raise GradalignError(f"Task.clients must be a sequence with one entry per client, got {self.clients!r}")
         if len(self.clients) == 0:
             raise GradalignError(f"the task {self.name} has no clients")
+        if self.groups is not None and (not hasattr(self.groups, "__len__") or len(self.groups) != len(self.clients)):
+            raise GradalignError(
+                f"Task.groups must be a sequence with one entry for each of {len(self.clients)} clients"
+            )
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
         if isinstance(self.clients, PartitionedClients):
             empty = np.flatnonzero(self.clients.sizes() == 0)
