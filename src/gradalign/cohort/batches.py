@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gradalign.cohort.products import cross_entropies
 from gradalign.local import gradient_rows, shuffled_batches, shuffled_passes
 from gradalign.replies import GroupUpdate
-from gradalign.seeding import Purpose, torch_stream
+from gradalign.seeding import Purpose, stream_seeds
 from gradalign.tasks.data import TensorExamples
 from gradalign.training import LocalTraining
 
@@ -54,7 +54,8 @@ def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tens
     if len(cut) == len(examples):  # from one pool of tensors: all in one go
         inputs, targets = (tensor.index_select(0, torch.cat(cut)) for tensor in examples[0].tensors)
         return inputs.to(dtype), targets, starts
-    parts = [one.batch(torch.arange(len(one))) for one in examples]
+    # What lies in tensors of its own is taken as it is.
+    parts = [one.tensors if one.rows is None else one.batch(torch.arange(len(one))) for one in examples]
     return torch.cat([inputs for inputs, _ in parts]).to(dtype), torch.cat([targets for _, targets in parts]), starts
 
 
@@ -92,10 +93,11 @@ def plan_batches(
     dtype: torch.dtype,
 ) -> Batches:
     """Lay out all steps; the batches are those of the per-client path."""
-    generators = [torch_stream(seed, Purpose.SHUFFLE, round_index, client) for client in clients]
-    steps, widths = [local.steps_for(size) for size in sizes], [local.batch_for(size) for size in sizes]
+    seeds = stream_seeds(seed, Purpose.SHUFFLE, round_index, last=clients)
     if len(set(sizes)) == 1:
-        return _equal_batches(generators, sizes[0], widths[0], steps[0], starts)
+        return _equal_batches(seeds, sizes[0], local.batch_for(sizes[0]), local.steps_for(sizes[0]), starts)
+    steps, widths = [local.steps_for(size) for size in sizes], [local.batch_for(size) for size in sizes]
+    generators = [torch.Generator().manual_seed(own) for own in seeds]
     streams = [shuffled_batches(*own) for own in zip(sizes, widths, generators, strict=True)]
     nothing = torch.empty(0, dtype=torch.int64)
     found = Batches(steps=steps, seen=[0] * len(sizes))
@@ -111,16 +113,18 @@ def plan_batches(
     return found
 
 
-def _equal_batches(
-    generators: Sequence[torch.Generator], size: int, width: int, steps: int, starts: Sequence[int]
-) -> Batches:
+def _equal_batches(seeds: Sequence[int], size: int, width: int, steps: int, starts: Sequence[int]) -> Batches:
     """Lay out the batches of clients of one size, which all take the same steps, in one go."""
     one_pass = [min(width, size - first) for first in range(0, size, width)]
     lengths = list(itertools.islice(itertools.cycle(one_pass), steps))
     passes = -(-steps // len(one_pass))
-    orders = [torch.cat(list(itertools.islice(shuffled_passes(size, own), passes))) for own in generators]
-    table = torch.stack(orders)[:, : sum(lengths)].add_(torch.tensor(starts).unsqueeze(1))
-    clients = len(generators)
+    clients, generator = len(seeds), torch.Generator()  # one for all, in turn: making one costs more than seeding it
+    orders = torch.empty(clients, passes, size, dtype=torch.int64)
+    for client, own in enumerate(seeds):
+        generator.manual_seed(own)
+        for place, order in zip(range(passes), shuffled_passes(size, generator), strict=False):
+            orders[client, place] = order
+    table = orders.view(clients, -1)[:, : sum(lengths)].add_(torch.tensor(starts).unsqueeze(1))
     return Batches(
         steps=[steps] * clients,
         seen=[sum(lengths)] * clients,

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradalign.batches import batch_length, join_batches, take_examples
+from gradalign.checks import real
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.tasks.batches import batch_length, join_batches, take_examples
 from gradalign.tasks.data import Examples, PartitionedClients, TensorExamples, as_examples
 from gradalign.tasks.groups import spans_of, split_groups
 from gradalign.tasks.task import Task
@@ -43,7 +44,7 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
         share: The share of each client's examples to hold out, between 0 and 1.
         seed: The seed of the choice.
     """
-    if not 0.0 < share < 1.0:
+    if not 0.0 < real("the share to hold out", share, 0.0, 1.0) < 1.0:
         raise GradalignError(f"the share to hold out must be between 0 and 1, got {share:g}")
     split, groups = _splitter(task, share, seed)
     if isinstance(task.clients, PartitionedClients):
@@ -64,11 +65,8 @@ def _splitter(task: Task, share: float, seed: int) -> tuple[Split, Sequence[Any]
     """Return how a client of so many examples is split, and the groups of what is trained on."""
     if task.groups is None:
         return _AtRandom(share, seed), None
-    clients = task.clients
-    if isinstance(clients, PartitionedClients):
-        sizes = clients.sizes().tolist()
-    else:
-        sizes = [len(task.client(client, seed)) for client in range(len(clients))]
+    known = task.sizes
+    sizes = [len(task.client(client, seed)) for client in range(len(task.clients))] if known is None else known.tolist()
     spans = spans_of(task.groups, sizes)
     trained, held = split_groups(spans, share, seed)
     rows = [(torch.from_numpy(own), torch.from_numpy(out)) for own, out in zip(trained, held, strict=True)]

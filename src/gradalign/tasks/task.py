@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
-from gradalign.errors import ClientError, GradalignError
+from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream
-from gradalign.tasks.data import Examples, PartitionedClients, as_examples
+from gradalign.tasks.data import Examples, PartitionedClients, as_examples, example_count
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -52,6 +54,17 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _require_shapes(model: nn.Module) -> None:
+    """Refuse a model with lazy layers that have not seen a batch yet."""
+    states = (*model.named_parameters(), *model.named_buffers())
+    lazy = next((name for name, value in states if is_lazy(value)), None)
+    if lazy is not None:
+        raise GradalignError(
+            f"the model's {lazy} has no shape yet, as in nn.LazyLinear; give its sizes, or let the function that makes "
+            "the model run one batch through it"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +103,7 @@ class Task:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if not hasattr(self.clients, "__len__") or not hasattr(self.clients, "__getitem__"):
             raise GradalignError(f"Task.clients must be a sequence with one entry per client, got {self.clients!r}")
         if len(self.clients) == 0:
@@ -99,14 +113,22 @@ class Task:
                 f"Task.groups must be a sequence with one entry for each of {len(self.clients)} clients"
             )
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
-        if isinstance(self.clients, PartitionedClients):
-            empty = np.flatnonzero(self.clients.sizes() == 0)
-        elif isinstance(self.clients, list | tuple):
-            empty = np.array([i for i in range(len(self.clients)) if len(as_examples(self.clients[i])) == 0])
-        else:
-            return
+        empty = () if self.sizes is None else np.flatnonzero(self.sizes == 0)
         if len(empty):
             raise GradalignError(f"client {empty[0]} of the task {self.name} has no examples; every client needs some")
+
+    def _check_kinds(self) -> None:
+        """Refuse what is not of the kind that a field needs."""
+        functions = {name: getattr(self, name) for name in ("model", "loss", "predict", "accuracy", "augment")}
+        for name, given in functions.items():
+            if not callable(given) and not (name == "augment" and given is None):
+                raise GradalignError(f"Task.{name} must be a function, got {given!r}")
+        if self.scored_on not in ("test", "validation"):
+            raise GradalignError(f'Task.scored_on must be "test" or "validation", got {self.scored_on!r}')
+        if not isinstance(self.name, str):
+            raise GradalignError(f"Task.name must be a text, got {self.name!r}")
+        if not isinstance(self.facts, Mapping):
+            raise GradalignError(f"Task.facts must be a dictionary, got {self.facts!r}")
 
     def client(self, index: int, seed: int = 0) -> Examples:
         """Return one client's examples; a sequence that makes them on demand draws from a stream of its own."""
@@ -120,6 +142,15 @@ class Task:
         return examples
 
     @cached_property
+    def sizes(self) -> NDArray[np.int64] | None:
+        """The number of examples of every client; None where they are made on demand. Counted once."""
+        if isinstance(self.clients, PartitionedClients):
+            return self.clients.sizes()
+        if isinstance(self.clients, list | tuple):
+            return np.array([example_count(entry) for entry in self.clients], np.int64)
+        return None
+
+    @cached_property
     def test_examples(self) -> Examples | None:
         """The test examples behind one interface."""
         examples = None if self.test is None else as_examples(self.test)
@@ -128,10 +159,11 @@ class Task:
     def make_model(self, seed: int, device: torch.device | str = "cpu") -> nn.Module:
         """Make the model from this seed, in training mode."""
         if isinstance(self.model, nn.Module):
+            _require_shapes(self.model)
             model = copy.deepcopy(self.model)
         else:
             try:
-                with global_stream(seed, Purpose.INIT):
+                with global_stream(seed, Purpose.INIT), no_exit(f"the model of the task {self.name}"):
                     model = self.model()
             except GradalignError:
                 raise
@@ -140,6 +172,7 @@ class Task:
                 raise ClientError(message) from error
         if not isinstance(model, nn.Module):
             raise GradalignError(f"Task.model must make a torch.nn.Module, got {type(model).__name__}")
+        _require_shapes(model)
         try:
             return model.to(device).train()
         except (RuntimeError, AssertionError) as error:
@@ -148,12 +181,8 @@ class Task:
     def describe(self) -> dict[str, Any]:
         """Return counts and facts for summaries."""
         counts: dict[str, Any] = {"name": self.name, "clients": len(self.clients)}
-        if isinstance(self.clients, PartitionedClients | list | tuple):
-            sizes = (
-                self.clients.sizes()
-                if isinstance(self.clients, PartitionedClients)
-                else np.array([len(as_examples(c)) for c in self.clients])
-            )
+        sizes = self.sizes
+        if sizes is not None:
             counts["train_examples"] = int(sizes.sum())
             counts["examples_per_client"] = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
         counts["test_examples"] = 0
