@@ -91,13 +91,13 @@ TRIALS = {
     ),
     "emnist-one-class": Trial(
         what="EMNIST (a part), one class a client",
-        make=lambda s: emnist(seed=s, partition="one-class", clients=47, data_share=0.05, test_limit=940),
-        lr=0.05, steps=10, rounds=20, sampled=10,
+        make=lambda s: emnist(seed=s, partition="one-class", clients=47, data_share=0.03, test_limit=940),
+        lr=0.05, steps=10, rounds=10, sampled=10, seeds=2,
     ),
     "cifar100-classes": Trial(
         what="CIFAR-100 (a part), 2 classes a client",
         make=lambda s: cifar100(seed=s, partition="classes", classes_per_client=2, clients=50, test_limit=1000),
-        lr=0.05, steps=10, batch=24, rounds=30, sampled=10, clip=5.0,
+        lr=0.05, steps=10, batch=24, rounds=12, sampled=10, seeds=2, clip=5.0,
     ),
     "shakespeare-roles": Trial(
         what="Shakespeare (a part), roles",

@@ -60,6 +60,7 @@ def test_beta_range_by_hand():
     assert beta_range(relative=2.0, lr=0.1, steps=10) == pytest.approx((0.125, 0.5))
     assert beta_range(relative=0.0, lr=0.1, steps=10) is None
     assert beta_range(relative=0.009, lr=0.1, steps=10) is None
+    assert beta_range(relative=1e9, lr=0.1, steps=10) is None  # the mean is rounding
 
 
 def test_verdicts():

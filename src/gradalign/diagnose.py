@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradalign.alignment import HalfSplit, Probe, Rows, Spread, spread, within_client
+from gradalign.batches import join_batches
 from gradalign.checks import whole
 from gradalign.engines.group import named_failure
 from gradalign.engines.local import one_thread
@@ -41,7 +42,6 @@ from gradalign.experiment.rounds import probe_clients
 from gradalign.flat import Point
 from gradalign.schedule import require
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.tasks.batches import join_batches
 from gradalign.tasks.data import Examples
 from gradalign.tasks.groups import spans_of
 from gradalign.tasks.task import Task
@@ -55,7 +55,8 @@ LEVEL = 0.05
 SPLITS = 19
 """Random splits: the fewest that can tell at this level."""
 _SHORTEST, _LONGEST = 0.25, 1.0
-_NO_BETA_BELOW = 0.01  # of d/‖ḡ‖: β would be more than a hundred times the round's travel, to align next to nothing
+# Outside of this d/‖ḡ‖ no β makes sense: there is next to nothing to align, or the mean is 0 up to rounding.
+_LEAST, _MOST = 0.01, 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +212,8 @@ def _r_and_cosine(probe: Probe, point: Point, parts: Sequence[Examples]) -> tupl
 
 
 def beta_range(*, relative: float, lr: float, steps: int) -> tuple[float, float] | None:
-    """Return the β to search in, ¼ to 1 times αK‖ḡ‖/d with relative = d/‖ḡ‖; None when d is next to nothing."""
-    if relative < _NO_BETA_BELOW:
+    """Return the β to search in, ¼ to 1 times αK‖ḡ‖/d with relative = d/‖ḡ‖; None when d or ‖ḡ‖ is next to nothing."""
+    if not _LEAST <= relative <= _MOST:
         return None
     reach = lr * steps / relative
     return _SHORTEST * reach, _LONGEST * reach
@@ -333,13 +334,13 @@ def _sentence(
     far = f"the clients' gradients lie {relative:.2g} times the mean gradient's length away from it"
     if excess is not None and p_value is not None:
         far += f", {excess:.2g} times the variance of random splits of the same data (p = {p_value:.2g})"
-    search = "" if betas is None else f"search β from {betas[0]:.2g} to {betas[1]:.2g}"
+    search = "no β can be suggested" if betas is None else f"search β from {betas[0]:.2g} to {betas[1]:.2g}"
     ends = {
         "aligned": "they agree already, so expect FedGA to do no better than FedAvg"
-        + (f" (if you try, {search})" if search else ""),
+        + ("" if betas is None else f" (if you try, {search})"),
         "iid-like": f"they differ as random samples do, so alignment does what small batches do in SGD: {search}",
         "misaligned": "they disagree more than chance explains, so alignment has something to act on; whether it helps "
-        f"only training can tell: {search}, beside FedAvg with as many communications",
+        f"only training can tell: {search}, and compare with FedAvg at as many communications",
         "unknown": f"whether by more than chance cannot be told, because {why_not}; if you try FedGA, {search}",
     }
     text = f"{far}: {ends[verdict]}."

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradalign.batches import map_tensors
 from gradalign.errors import GradalignError
 from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
@@ -24,7 +25,6 @@ from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.spectrum import convolve_by_spectra
 from gradalign.step import LocalStep, hand_over_gradients
-from gradalign.tasks.batches import map_tensors
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task, predict
 from gradalign.training import LocalTraining

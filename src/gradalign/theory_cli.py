@@ -142,7 +142,7 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
     )
     table.add_row("cosine within clients", f"{number(found.within)}, between two halves of one client")
     table.add_row("sampling noise", f"{number(found.chance)} of the disagreement, estimated from the halves")
-    searched = "none: there is nothing to align"
+    searched = "none: the gradients, or their differences, are 0 up to rounding"
     if found.beta_low is not None:
         searched = (
             f"{number(found.beta_low)} to {number(found.beta_high)}: ¼ to 1 times αK‖ḡ‖ / rms‖ḡ − g_i‖, "

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from gradalign._version import __version__
 from gradalign.engines import Engine, RemoteEngine
-from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.errors import ClientError, DivergedError, GradalignError, LostRankError, TooFewClientsError
 from gradalign.experiment.cadence import settle
 from gradalign.experiment.federation import Federation, ServerState
 from gradalign.experiment.files import MODEL
@@ -148,6 +148,8 @@ def execute(
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
     measure = settle(measure, federation, rounds)
+    if folder is not None:
+        _require_writable(federation)
     restored = folder.restore() if folder is not None else None
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)
@@ -189,6 +191,26 @@ def execute(
     if folder is not None:
         folder.finish(model.state_dict(), summary)
     return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
+
+
+def _require_writable(federation: Federation) -> None:
+    """Refuse a model whose state cannot be written, before it is trained."""
+    try:
+        state = federation.task.make_model(federation.seed).state_dict()
+    except GradalignError:
+        raise
+    except Exception as error:  # a get_state_dict or get_extra_state of the user's own
+        raise ClientError(f"the model's state cannot be read: {type(error).__name__}: {error}") from error
+    odd = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
+    if odd is not None:
+        raise GradalignError(
+            f"the model's state has {odd}, a {type(state[odd]).__name__}, and only tensors can be written; let "
+            "get_extra_state return a tensor, or run without a folder"
+        )
+    try:
+        save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()})
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise GradalignError(f"the model's state cannot be written: {error}") from None
 
 
 def _same_model(state: ServerState, initial: ServerState) -> None:

@@ -69,9 +69,9 @@ def window_starts(letters: NDArray[np.uint8]) -> NDArray[np.int64]:
 def _load(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(read_bytes(path))
-    except ValueError as error:
-        if isinstance(error, GradalignError):
-            raise
+    except GradalignError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise GradalignError(f"{path} is cut short or not JSON: {error}") from None
     if not isinstance(content, Mapping) or not isinstance(content.get("user_data"), Mapping):
         raise GradalignError(f'{path} is not a LEAF file: it has no "user_data"')
