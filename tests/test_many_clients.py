@@ -79,17 +79,27 @@ def test_seeds_made_together_are_those_made_one_by_one(seed, keys, last):
     assert stream_seeds(seed, Purpose.SHUFFLE, *keys, last=last) == expected
 
 
-@pytest.mark.parametrize("sizes", [[7, 7, 7], [7, 3, 12]])
-def test_batches_laid_side_by_side_are_the_clients_own(sizes):
-    local, clients = ga.LocalTraining(lr=0.1, steps=5, batch_size=3), [4, 9, 70]
+@given(
+    st.one_of(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 9).map(lambda size: [size] * 3)),
+    st.sampled_from([None, 1, 2, 3, 20]),
+    st.sampled_from([{"steps": 1}, {"steps": 5}, {"epochs": 1}, {"epochs": 3}]),
+)
+def test_batches_laid_side_by_side_are_the_clients_own(sizes, batch_size, length):
+    local, clients = ga.LocalTraining(lr=0.1, batch_size=batch_size, **length), range(60, 60 + len(sizes))
     starts = [int(start) for start in np.cumsum([0, *sizes[:-1]])]
     found = plan_batches(local, 3, sizes, starts, clients, round_index=2, dtype=torch.float64)
+    assert found.steps == [local.steps_for(size) for size in sizes]
     for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
-        own = shuffled_batches(size, 3, torch_stream(3, Purpose.SHUFFLE, 2, client))
-        for rows, weights in zip(found.rows, found.weights, strict=True):
-            expected = next(own)
-            counted = rows[place] if weights is None else rows[place][weights[place] > 0]
-            assert (counted - starts[place]).tolist() == expected.tolist()
+        own, seen = shuffled_batches(size, local.batch_for(size), torch_stream(3, Purpose.SHUFFLE, 2, client)), 0
+        for k, (rows, weights, active) in enumerate(zip(found.rows, found.weights, found.active, strict=True)):
+            steps = k < local.steps_for(size)
+            expected = next(own).tolist() if steps else []
+            shares = torch.full(rows[place].shape, 1 / rows.shape[1]) if weights is None else weights[place]
+            assert (rows[place][shares > 0] - starts[place]).tolist() == expected
+            assert shares[shares > 0].tolist() == pytest.approx([1 / len(expected)] * len(expected) if steps else [])
+            assert active is None or bool(active[place]) == steps
+            seen += len(expected)
+        assert found.seen[place] == seen
 
 
 @pytest.mark.parametrize("algorithm", [ga.FedAvg(), ga.FedGA(beta=0.2)], ids=lambda one: one.label)
