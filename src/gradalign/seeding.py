@@ -105,7 +105,7 @@ class _Hash:
 
 
 def _mixed(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    word = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
+    word: NDArray[np.uint32] = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
     return word ^ (word >> np.uint32(16))
 
 

@@ -73,7 +73,7 @@ def _part(arrays: Arrays, split: str) -> Part:
     inputs = torch.from_numpy(arrays[f"{split}_x"])
     owners = arrays.get(f"{split}_owner")
     if f"{split}_start" in arrays and owners is not None:
-        spans = _text_spans(arrays[f"{split}_start"], owners)
+        spans: NDArray[np.int64] | None = _text_spans(arrays[f"{split}_start"], owners)
     else:
         spans = arrays.get(f"{split}_alike")
     return Part(inputs=inputs, labels=arrays[f"{split}_y"], owners=owners, spans=spans)

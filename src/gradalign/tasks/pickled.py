@@ -107,7 +107,7 @@ def _survey(content: bytes) -> None:
         for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
             if count >= _MOST_OPERATIONS:
                 raise pickle.UnpicklingError(f"it has more than {_MOST_OPERATIONS:,} operations")
-            if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument) <= count + 1:
+            if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= count + 1:
                 raise pickle.UnpicklingError(f"it numbers its {count}th operation {argument}")
     except ValueError as error:
         raise pickle.UnpicklingError(str(error)) from None

@@ -113,7 +113,7 @@ class Task:
                 f"Task.groups must be a sequence with one entry for each of {len(self.clients)} clients"
             )
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
-        empty = () if self.sizes is None else np.flatnonzero(self.sizes == 0)
+        empty = [] if self.sizes is None else np.flatnonzero(self.sizes == 0).tolist()
         if len(empty):
             raise GradalignError(f"client {empty[0]} of the task {self.name} has no examples; every client needs some")
 
