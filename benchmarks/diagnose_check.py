@@ -96,8 +96,8 @@ TRIALS = {
     ),
     "cifar100-classes": Trial(
         what="CIFAR-100 (a part), 2 classes a client",
-        make=lambda s: cifar100(seed=s, partition="classes", classes_per_client=2, clients=50, test_limit=1000),
-        lr=0.05, steps=10, batch=24, rounds=12, sampled=10, seeds=2, clip=5.0,
+        make=lambda s: cifar100(seed=s, partition="classes", classes_per_client=2, clients=50, data_share=0.5),
+        lr=0.05, steps=5, batch=24, rounds=12, sampled=5, seeds=2, clip=5.0,
     ),
     "shakespeare-roles": Trial(
         what="Shakespeare (a part), roles",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradalign._version import __version__
 from gradalign.engines import Engine, RemoteEngine
-from gradalign.errors import ClientError, DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
 from gradalign.experiment.cadence import settle
 from gradalign.experiment.federation import Federation, ServerState
 from gradalign.experiment.files import MODEL
@@ -195,12 +195,7 @@ def execute(
 
 def _require_writable(federation: Federation) -> None:
     """Refuse a model whose state cannot be written, before it is trained."""
-    try:
-        state = federation.task.make_model(federation.seed).state_dict()
-    except GradalignError:
-        raise
-    except Exception as error:  # a get_state_dict or get_extra_state of the user's own
-        raise ClientError(f"the model's state cannot be read: {type(error).__name__}: {error}") from error
+    state = federation.task.make_model(federation.seed).state_dict()
     odd = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
     if odd is not None:
         raise GradalignError(

@@ -56,8 +56,8 @@ def plain_value(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
-def _require_shapes(model: nn.Module) -> None:
-    """Refuse a model with lazy layers that have not seen a batch yet."""
+def _require_whole(model: nn.Module) -> None:
+    """Refuse a model with lazy layers that have not seen a batch yet, or whose state cannot be read."""
     states = (*model.named_parameters(), *model.named_buffers())
     lazy = next((name for name, value in states if is_lazy(value)), None)
     if lazy is not None:
@@ -65,6 +65,10 @@ def _require_shapes(model: nn.Module) -> None:
             f"the model's {lazy} has no shape yet, as in nn.LazyLinear; give its sizes, or let the function that makes "
             "the model run one batch through it"
         )
+    try:
+        model.state_dict()
+    except Exception as error:  # a get_extra_state or a hook of the user's own
+        raise ClientError(f"the model's state cannot be read: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +163,7 @@ class Task:
     def make_model(self, seed: int, device: torch.device | str = "cpu") -> nn.Module:
         """Make the model from this seed, in training mode."""
         if isinstance(self.model, nn.Module):
-            _require_shapes(self.model)
+            _require_whole(self.model)
             model = copy.deepcopy(self.model)
         else:
             try:
@@ -172,7 +176,7 @@ class Task:
                 raise ClientError(message) from error
         if not isinstance(model, nn.Module):
             raise GradalignError(f"Task.model must make a torch.nn.Module, got {type(model).__name__}")
-        _require_shapes(model)
+        _require_whole(model)
         try:
             return model.to(device).train()
         except (RuntimeError, AssertionError) as error:
