@@ -3,12 +3,13 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradalign.alignment import Probe
-from gradalign.diagnose import beta_range, diagnose, random_split, verdict_of
+from gradalign.alignment import Probe, spread
+from gradalign.diagnose import _r_and_cosine, beta_range, diagnose, distinct_splits, pieces_of, random_split, verdict_of
 from gradalign.errors import GradalignError
 from gradalign.tasks.digits import digits
 from gradalign.tasks.task import Task
@@ -57,14 +58,17 @@ def test_numbers_are_consistent(one_class):
 
 def test_beta_range_by_hand():
     assert beta_range(relative=2.0, lr=0.1, steps=10) == pytest.approx((0.125, 0.5))
-    assert beta_range(relative=0.0, lr=0.1, steps=10) == (math.inf, math.inf)
+    assert beta_range(relative=0.0, lr=0.1, steps=10) is None
+    assert beta_range(relative=0.009, lr=0.1, steps=10) is None
+    assert beta_range(relative=1e9, lr=0.1, steps=10) is None  # the mean is rounding
 
 
 def test_verdicts():
-    assert verdict_of(0.1, 50.0) == "aligned"
-    assert verdict_of(1.0, 1.1) == "iid-like"
-    assert verdict_of(1.0, 3.0) == "misaligned"
-    assert verdict_of(1.0, None) == "misaligned"
+    assert verdict_of(0.1, 50.0, 0.05) == "aligned"
+    assert verdict_of(1.0, 1.1, 0.05) == "iid-like"  # sure, but hardly more than chance
+    assert verdict_of(1.0, 3.0, 0.1) == "iid-like"  # much, but chance does that too
+    assert verdict_of(1.0, 3.0, 0.05) == "misaligned"
+    assert verdict_of(1.0, None, None) == "unknown"
 
 
 def test_equal_clients_are_aligned():
@@ -74,6 +78,8 @@ def test_equal_clients_are_aligned():
     assert found.verdict == "aligned"
     assert found.relative == pytest.approx(0.0, abs=1e-6)
     assert found.between == pytest.approx(1.0)
+    assert found.beta_low is found.beta_high is None
+    assert "search" not in found.sentence
 
 
 def test_the_random_split_keeps_sizes_and_deals_every_example_once():
@@ -101,11 +107,13 @@ def test_examples_that_cannot_be_mixed_leave_the_null_out():
     found = diagnose(task)
     assert found.r_random is None
     assert found.excess is None
-    assert "random split" not in found.sentence
+    assert found.verdict == "unknown"
+    assert "cannot be told" in found.sentence
+    assert "differ in shape" in found.sentence
 
 
 @pytest.mark.parametrize(
-    "options", [{"lr": 0.0}, {"lr": math.nan}, {"steps": 0}, {"clients": 1}, {"examples": 0}], ids=str
+    "options", [{"lr": 0.0}, {"lr": math.nan}, {"steps": 0}, {"clients": 1}, {"examples": 0}, {"splits": 18}], ids=str
 )
 def test_bad_settings_are_refused(options):
     with pytest.raises(GradalignError, match=next(iter(options))):
@@ -142,3 +150,95 @@ def test_an_unknown_task_is_one_line_and_exit_code_2():
     assert result.exit_code == 2
     assert "nosuchtask" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def trial(seed: int, *, clients: int, examples: int, shift: float = 0.0, as_dataset: bool = False) -> Task:
+    """Clients drawn from one population; ``shift`` moves each one's labels its own way."""
+    rng = np.random.default_rng(seed)
+    truth, made = rng.normal(size=4), []
+    for _ in range(clients):
+        inputs = rng.normal(size=(examples, 4))
+        labels = (inputs @ (truth + shift * rng.normal(size=4)) + rng.normal(size=examples) > 0).astype(np.int64)
+        pair = torch.as_tensor(inputs, dtype=torch.float32), torch.as_tensor(labels)
+        made.append([(x, int(y)) for x, y in zip(*pair, strict=True)] if as_dataset else pair)
+    return Task(model=lambda: torch.nn.Linear(4, 2), clients=made)
+
+
+@pytest.fixture(scope="module")
+def random_trials():
+    """Few random clients with few examples, where one random split is no measure."""
+    shapes = [(3, 8), (4, 5)]
+    return [diagnose(trial(s, clients=shapes[s % 2][0], examples=shapes[s % 2][1]), seed=s) for s in range(36)]
+
+
+def test_random_clients_are_called_misaligned_at_most_at_the_level(random_trials):
+    """5 % of 36 trials are 1.8; more than 6 have a chance of 0.2 %."""
+    assert sum(found.verdict == "misaligned" for found in random_trials) <= 6
+
+
+def test_p_values_of_random_clients_are_not_too_small(random_trials):
+    """The law of a permutation test: P(p ≤ ½) ≤ ½. Of 36 trials, 28 or more below have a chance of 0.06 %."""
+    found = [each.p_value for each in random_trials]
+    assert sum(p <= 0.5 for p in found) < 28
+    assert all(p * 20 == pytest.approx(round(p * 20)) for p in found)
+    assert min(found) >= 0.05
+
+
+def test_clients_of_their_own_are_found():
+    found = [diagnose(trial(seed, clients=5, examples=40, shift=3.0), seed=seed) for seed in range(6)]
+    assert [each.verdict for each in found].count("misaligned") >= 5
+
+
+@pytest.mark.parametrize("shift", [0.0, 3.0])
+def test_a_dataset_is_told_like_its_tensors(shift):
+    one, other = (
+        diagnose(trial(7, clients=5, examples=20, shift=shift, as_dataset=kind), seed=7) for kind in (False, True)
+    )
+    assert one.verdict == other.verdict == ("misaligned" if shift else "iid-like")
+    assert one.p_value == other.p_value
+    assert one.r_random == pytest.approx(other.r_random, rel=1e-5)
+
+
+def test_too_few_examples_to_tell():
+    found = diagnose(trial(0, clients=5, examples=1))
+    assert found.verdict in ("unknown", "aligned")
+    assert found.p_value is None
+    # 4 examples: {ab|cd}, {ac|bd}, {ad|bc}. Sizes 1 and 3: 4 ways. Four single ones: 1.
+    assert distinct_splits([2, 2]) == pytest.approx(3.0)
+    assert distinct_splits([1, 3]) == pytest.approx(4.0)
+    assert distinct_splits([1, 1, 1, 1]) == pytest.approx(1.0)
+
+
+def test_a_mixture_that_the_model_refuses_is_unknown_not_misaligned():
+    def predict(model, batch):
+        if len({float(value) for value in batch[0][:, 0].round()}) > 1:
+            raise KeyError("one client at a time")
+        return model(batch[0]), batch[1]
+
+    clients = [(torch.full((6, 2), float(n)) + 0.1 * torch.randn(6, 2), torch.arange(6) % 2) for n in range(4)]
+    found = diagnose(Task(model=torch.nn.Linear(2, 2), clients=clients, predict=predict))
+    assert found.verdict == "unknown"
+    assert "one client at a time" in found.sentence
+
+
+def test_r_of_a_split_is_that_of_two_passes():
+    probe = Probe(trial(3, clients=4, examples=9))
+    point, parts = probe.start(), random_split(probe, 5)
+    expected = spread(probe, point, parts)
+    assert _r_and_cosine(probe, point, parts) == pytest.approx((expected.r, expected.pairwise))
+
+
+def test_overlapping_examples_are_dealt_in_pieces():
+    """Every example ten times over: dealt one by one, random clients would look far more alike than they are."""
+    plain = trial(11, clients=4, examples=8)
+    copies = [(x.repeat_interleave(10, 0), y.repeat_interleave(10)) for x, y in plain.clients]
+    groups = [np.arange(8).repeat(10) + 8 * client for client in range(4)]
+    blind = diagnose(Task(model=plain.model, clients=copies), seed=11)
+    told = diagnose(Task(model=plain.model, clients=copies, groups=groups), seed=11)
+    alone = diagnose(plain, seed=11)
+    assert blind.excess > 3.0
+    assert told.excess == pytest.approx(alone.excess, rel=0.5)
+    assert told.verdict == "iid-like"
+    assert [
+        len(piece) for own in pieces_of(Probe(Task(model=plain.model, clients=copies, groups=groups))) for piece in own
+    ] == [10] * 32

@@ -54,6 +54,9 @@ def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
         if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
             say(f"error: {error}{hint}")
         raise typer.Exit(2) from None
+    except SystemExit as stop:
+        say(f"error: the task's own code called sys.exit({'' if stop.code is None else repr(stop.code)})")
+        raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:
         terminated = isinstance(stop, _Terminated)
         why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""

@@ -1,21 +1,22 @@
-"""Before training: are these clients' gradients misaligned enough for FedGA to help, and with which β?
+"""Before training: do these clients' gradients disagree more than chance explains, and which β is worth a search?
 
 All numbers are measured at the model's first point. With d = √(Σ p_i ‖ḡ − g_i‖²) = √(2r), three of them decide:
 
 - d/‖ḡ‖, the disagreement relative to the mean. FedGA displaces a client by β‖ḡ − g_i‖; when all gradients are nearly
   ḡ already, as between the roles of Shakespeare's plays, there is nothing to align.
-- r against r of a random split of the same examples into clients of the same sizes. About 1 means that the clients
-  are as good as random: the disagreement is sampling noise, and aligning it does what small batches do in SGD.
+- r against r of random splits of the same examples into clients of the same sizes. This is a permutation test: if the
+  clients were random, r would be larger than all of m random splits with probability 1/(m + 1), 5 % for m = 19. Only
+  then, and only when it is also 1.5 times their mean, are the clients called misaligned.
 - αK‖ḡ‖/d, which sets the scale of β. A round moves the server by about αK‖ḡ‖. The displacement βd should be a
   good part of that path, or it does nothing; and not longer, or the gradients are taken where the round never goes
   and Lemma 1 no longer describes them. So
 
       ¼ αK‖ḡ‖/d  ≤  β  ≤  αK‖ḡ‖/d.
 
-  It is a range to search in, not a law; the factors ¼ and 1 were chosen to fit what follows, and no training run has
-  tested them. Measured on a part of EMNIST with the paper's network and K = 10 it gives
-  0.036 to 0.15 for one class per client (α = 0.05), where the paper found 0.025 to 0.05; and 0.3 to 1.2 for IID
-  clients of 780 images (α = 0.1), where the paper, with 2,400 images and so a d smaller by √3, found 1.5 to 2.5.
+  It is a range to search in, not a law: the factors ¼ and 1 fit what the paper found on EMNIST.
+
+"Misaligned" says that alignment has something to act on. It does not say that acting on it helps: docs/theory.md has a
+table of both, made by ``benchmarks/diagnose_check.py``.
 """
 
 from __future__ import annotations
@@ -28,22 +29,50 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gradalign.alignment import HalfSplit, Probe, Spread, spread, within_client
+from gradalign.alignment import HalfSplit, Probe, Rows, Spread, spread, within_client
+from gradalign.batches import join_batches
+from gradalign.checks import whole
+from gradalign.engines.group import named_failure
 from gradalign.engines.local import one_thread
 from gradalign.errors import GradalignError
 from gradalign.experiment.rounds import probe_clients
 from gradalign.flat import Point
+from gradalign.schedule import require
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks.data import Examples
+from gradalign.tasks.groups import spans_of
 from gradalign.tasks.task import Task
 
 ALIGNED = math.sqrt(0.1)
 """Below this d/‖ḡ‖ the variance is less than a tenth of ‖ḡ‖²: the gradients agree."""
 IID_LIKE = 1.5
-"""Below this r / r(random split) the clients are called IID-like."""
+"""Below this r / r(random splits) the clients are called IID-like, however sure the difference is."""
+LEVEL = 0.05
+"""The share of random clients that may be called misaligned."""
+SPLITS = 19
+"""Random splits: the fewest that can tell at this level."""
 _SHORTEST, _LONGEST = 0.25, 1.0
+# Outside of this d/‖ḡ‖ no β makes sense: there is next to nothing to align, or the mean is 0 up to rounding.
+_LEAST, _MOST = 0.01, 1e4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Null:
+    """r after random splits of the same examples, or why there is none."""
+
+    values: tuple[float, ...] = ()
+    pairwise: float | None = None
+    """The mean cosine between two clients' gradients, over all splits."""
+    why_not: str = ""
+
+    def p_value(self, r: float) -> float | None:
+        """Return the chance that random clients disagree at least this much; equal up to rounding counts as equal."""
+        if not self.values:
+            return None
+        return (1 + sum(value >= r * (1.0 - 1e-6) for value in self.values)) / (1 + len(self.values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +95,32 @@ class Diagnosis:
     """d/‖ḡ‖, the root mean square over clients."""
     r: float
     r_random: float | None
-    """r of a random split of the same examples; None when they cannot be mixed."""
+    """The mean r of random splits of the same examples; None when they cannot be mixed."""
+    r_random_low: float | None
+    """The smallest r of the random splits."""
+    r_random_high: float | None
+    """The largest r of the random splits."""
+    splits: int
+    """How many random splits there were."""
+    p_value: float | None
+    """The chance that random clients disagree at least as much: (1 + splits with at least this r) / (1 + splits)."""
     excess: float | None
     """r / r_random: 1 for IID clients."""
     between: float | None
     """Mean cosine between two clients' gradients."""
     between_random: float | None
-    """The same after the random split."""
+    """The same after the random splits."""
     within: float | None
     """Mean cosine between two random halves of one client."""
     chance: float | None
     """The share of the disagreement that sampling noise within clients explains."""
-    beta_low: float
-    beta_high: float
+    beta_low: float | None
+    beta_high: float | None
+    """The β to search in; None where the gradients agree so well that there is none."""
     beta_scaffold: float
     """α(K−1)/2, at which FedGA aligns as much as SCAFFOLD does."""
     verdict: str
-    """aligned, iid-like or misaligned."""
+    """aligned, iid-like, misaligned, or unknown where no random split can tell."""
     sentence: str
 
 
@@ -99,48 +137,95 @@ class Mixed(Examples):
         """Return the rows, grouped by the client they come from."""
         owners, rows = self.owners[index], self.rows[index]
         parts = [self.sources[int(o)].batch(rows[owners == o]) for o in owners.unique()]
-        return _join(parts)
+        return join_batches(parts)
 
 
-def _join(parts: list[Any]) -> Any:
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)
-    if isinstance(first, dict):
-        return {key: _join([part[key] for part in parts]) for key in first}
-    if isinstance(first, tuple | list) and first and isinstance(first[0], Tensor | dict | tuple | list):
-        return tuple(_join([part[place] for part in parts]) for place in range(len(first)))
-    raise TypeError(f"batches of {type(first).__name__} cannot be joined")
-
-
-def random_split(probe: Probe) -> list[Examples]:
-    """Return the probe's examples dealt at random to clients of the same sizes."""
+def random_split(probe: Probe, number: int = 0) -> list[Examples]:
+    """Return the probe's examples dealt at random to clients of the same sizes; ``number`` tells splits apart."""
     sources = [probe.examples(client) for client in probe.clients]
     sizes = [len(source) for source in sources]
     owners = torch.repeat_interleave(torch.arange(len(sources)), torch.tensor(sizes))
     rows = torch.cat([torch.arange(size) for size in sizes])
-    order = torch.as_tensor(numpy_stream(probe.seed, Purpose.PARTITION, len(sizes)).permutation(len(rows)))
+    stream = numpy_stream(probe.seed, Purpose.PARTITION, len(sizes), number)
+    if probe.task.groups is None:
+        order = torch.as_tensor(stream.permutation(len(rows)))
+    else:
+        starts = np.cumsum([0, *sizes])
+        pieces = [start + piece for own, start in zip(pieces_of(probe), starts, strict=False) for piece in own]
+        order = torch.as_tensor(np.concatenate([pieces[place] for place in stream.permutation(len(pieces))]))
     return [Mixed(sources, owners[part], rows[part]) for part in order.split(sizes)]
 
 
-def _random_spread(probe: Probe, point: Point) -> Spread | None:
+def pieces_of(probe: Probe) -> list[list[NDArray[np.int64]]]:
+    """Return each client's rows in pieces that belong together; what is long, such as a text, in eight or more.
+
+    Rows that overlap are no independent draws: dealt out one by one they would make random clients too much alike.
+    """
+    found = []
+    for client in probe.clients:
+        examples = probe.examples(client)
+        kept = examples.rows.numpy() if isinstance(examples, Rows) else np.arange(len(examples))
+        spans = spans_of([probe.task.groups[client]], [len(probe.task.client(client))])[0][kept]  # type: ignore[index]
+        order = np.argsort(spans[:, 0], kind="stable")
+        apart = spans[order[1:], 0] > np.maximum.accumulate(spans[order, 1])[:-1]
+        stretches = np.split(order, np.flatnonzero(apart) + 1)
+        longest = math.ceil(len(order) / 8)
+        found.append([part for s in stretches for part in np.array_split(s, math.ceil(len(s) / longest))])
+    return found
+
+
+def distinct_splits(sizes: Sequence[int]) -> float:
+    """Return into how many different sets of clients of these sizes the examples can be dealt; at most 1e300."""
+    logarithm = math.lgamma(sum(sizes) + 1) - math.fsum(math.lgamma(size + 1) for size in sizes)
+    counts = np.unique(np.asarray(sizes), return_counts=True)[1]
+    logarithm -= math.fsum(math.lgamma(int(count) + 1) for count in counts)  # clients of one size have no names
+    return math.exp(min(logarithm, 690.0))
+
+
+def null_of(probe: Probe, point: Point, splits: int) -> Null:
+    """Measure r of random splits, or say why that cannot be."""
+    sizes = [len(probe.examples(client)) for client in probe.clients]
+    free = sizes if probe.task.groups is None else [len(own) for own in pieces_of(probe)]
+    if distinct_splits(free) < 1.0 / LEVEL - 0.5:
+        return Null(why_not=f"the clients' {sum(sizes)} examples are too few to be dealt out in other ways")
     try:
-        return spread(probe, point, random_split(probe))
-    except (TypeError, RuntimeError):
-        return None  # examples of different shapes, or batches of a kind we cannot join
+        found = [_r_and_cosine(probe, point, random_split(probe, number)) for number in range(splits)]
+    except Exception as error:  # the clients' own data went through already: it is the mixture that fails
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return Null(why_not=f"the clients' examples cannot be mixed ({reason})")
+    if not all(math.isfinite(r) for r, _ in found):
+        return Null(why_not="gradients of mixed examples are not finite")
+    return Null(values=tuple(r for r, _ in found), pairwise=_mean([cosine for _, cosine in found]))
 
 
-def beta_range(*, relative: float, lr: float, steps: int) -> tuple[float, float]:
-    """Return the β to search in, ¼ to 1 times αK‖ḡ‖/d with relative = d/‖ḡ‖; infinite when d = 0."""
-    reach = lr * steps / relative if relative > 0.0 else math.inf
+def _r_and_cosine(probe: Probe, point: Point, parts: Sequence[Examples]) -> tuple[float, float | None]:
+    """Return r and the mean cosine between clients in one pass, with r = ½ (Σ p_i ‖g_i‖² − ‖ḡ‖²)."""
+    mean, units, squares, count = probe.zeros(), probe.zeros(), 0.0, len(parts)
+    for (client, share), examples in zip(probe.shares(), parts, strict=True):
+        gradient = probe.gradient(point, client, examples)
+        norm = float(gradient.norm())
+        mean.add_(gradient, alpha=share)
+        squares += share * norm**2
+        units.add_(gradient, alpha=1.0 / norm if norm > 0.0 else math.nan)
+    pairs = (float(units.square().sum()) - count) / (count * (count - 1))
+    return 0.5 * max(squares - float(mean.square().sum()), 0.0), pairs if math.isfinite(pairs) else None
+
+
+def beta_range(*, relative: float, lr: float, steps: int) -> tuple[float, float] | None:
+    """Return the β to search in, ¼ to 1 times αK‖ḡ‖/d with relative = d/‖ḡ‖; None when d or ‖ḡ‖ is next to nothing."""
+    if not _LEAST <= relative <= _MOST:
+        return None
+    reach = lr * steps / relative
     return _SHORTEST * reach, _LONGEST * reach
 
 
-def verdict_of(relative: float, excess: float | None) -> str:
-    """Return aligned, iid-like or misaligned."""
+def verdict_of(relative: float, excess: float | None, p_value: float | None) -> str:
+    """Return aligned, iid-like, misaligned, or unknown when there is nothing to compare with."""
     if relative < ALIGNED:
         return "aligned"
-    return "iid-like" if excess is not None and excess < IID_LIKE else "misaligned"
+    if excess is None or p_value is None:
+        return "unknown"
+    return "misaligned" if p_value <= LEVEL and excess >= IID_LIKE else "iid-like"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -155,10 +240,11 @@ def diagnose(
     steps: int = 10,
     clients: int | None = 20,
     examples: int | None = None,
+    splits: int = SPLITS,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Diagnosis:
-    """Measure the clients' gradients at the model's first point and say whether FedGA can be expected to help.
+    """Measure the clients' gradients at the model's first point and say whether they disagree more than by chance.
 
     Args:
         task: The model and the clients.
@@ -166,21 +252,23 @@ def diagnose(
         steps: K, the local steps of a round.
         clients: Measure at most this many clients; None measures all.
         examples: Use at most this many examples of each client. Fewer examples mean more sampling noise, in the
-            clients and in the random split alike.
+            clients and in the random splits alike.
+        splits: How many random splits the clients are compared with; each costs one pass over the examples.
         seed: The seed of the model's first point and of every random choice.
         device: Where the model runs.
     """
     if len(task.clients) < 2:
         raise GradalignError(f"the task {task.name} has one client; a diagnosis compares at least 2")
-    if not (math.isfinite(lr) and lr > 0.0) or steps < 1:
-        raise GradalignError(f"lr must be greater than 0 and steps at least 1, got lr = {lr:g}, steps = {steps}")
+    require("lr", lr, above=0.0)
+    whole("steps", steps, 1)
+    whole("splits", splits, SPLITS, 100_000)
     for name, value, least in (("clients", clients, 2), ("examples", examples, 1)):
-        if value is not None and value < least:
-            raise GradalignError(f"{name} must be at least {least}, got {value}")
+        if value is not None:
+            whole(name, value, least)
     chosen = probe_clients(len(task.clients), clients or len(task.clients), seed)
-    probe = Probe(task, clients=chosen, examples=examples, seed=seed, device=device)
-    point = probe.start()
-    with one_thread():
+    with named_failure(f"the diagnosis of the task {task.name}"), one_thread():
+        probe = Probe(task, clients=chosen, examples=examples, seed=seed, device=device)
+        point = probe.start()
         found = spread(probe, point)
         if not math.isfinite(found.r) or found.mean_norm == 0.0:
             raise GradalignError(
@@ -188,21 +276,23 @@ def diagnose(
                 f"{'0' if math.isfinite(found.r) else 'not finite'}; check the model and the data"
             )
         halves = [within_client(probe, point, client) for client in probe.clients]
-        random = _random_spread(probe, point)
-    return _conclude(probe, found, random, halves, lr, steps)
+        null = null_of(probe, point, splits)
+    return _conclude(probe, found, null, halves, lr, steps)
 
 
 def _conclude(
-    probe: Probe, found: Spread, random: Spread | None, halves: Sequence[HalfSplit | None], lr: float, steps: int
+    probe: Probe, found: Spread, null: Null, halves: Sequence[HalfSplit | None], lr: float, steps: int
 ) -> Diagnosis:
     lengths = np.array(found.distances) / found.mean_norm
     relative = math.sqrt(2.0 * found.r) / found.mean_norm
-    excess = found.r / random.r if random is not None and random.r > 0.0 else None
+    r_random = _mean(null.values)
+    excess = found.r / r_random if r_random else None
+    p_value = null.p_value(found.r)
     noise = [None if half is None else half.noise**2 for half in halves]
     # The mean over n clients takes 1/n of the noise with it: E‖g_i − ḡ‖² is (1 − 1/n) of the variance of g_i.
     expected = (1.0 - 1.0 / len(halves)) * (_mean(noise) or 0.0)
-    low, high = beta_range(relative=relative, lr=lr, steps=steps)
-    verdict = verdict_of(relative, excess)
+    betas = beta_range(relative=relative, lr=lr, steps=steps)
+    verdict = verdict_of(relative, excess, p_value)
     return Diagnosis(
         task=probe.task.name,
         clients=len(probe.clients),
@@ -215,28 +305,43 @@ def _conclude(
         relative_max=float(lengths.max()),
         relative=relative,
         r=found.r,
-        r_random=None if random is None else random.r,
+        r_random=r_random,
+        r_random_low=min(null.values, default=None),
+        r_random_high=max(null.values, default=None),
+        splits=len(null.values),
+        p_value=p_value,
         excess=excess,
         between=found.pairwise,
-        between_random=None if random is None else random.pairwise,
+        between_random=null.pairwise,
         within=_mean([None if half is None else half.cosine for half in halves]),
-        chance=expected / (2.0 * found.r) if found.r > 0.0 and any(n is not None for n in noise) else None,
-        beta_low=low,
-        beta_high=high,
+        chance=expected / (2.0 * found.r) if betas and any(n is not None for n in noise) else None,
+        beta_low=betas[0] if betas else None,
+        beta_high=betas[1] if betas else None,
         beta_scaffold=0.5 * lr * (steps - 1),
         verdict=verdict,
-        sentence=_sentence(verdict, relative, excess, low, high),
+        sentence=_sentence(verdict, relative, excess, p_value, betas, null.why_not),
     )
 
 
-def _sentence(verdict: str, relative: float, excess: float | None, low: float, high: float) -> str:
+def _sentence(
+    verdict: str,
+    relative: float,
+    excess: float | None,
+    p_value: float | None,
+    betas: tuple[float, float] | None,
+    why_not: str,
+) -> str:
     far = f"the clients' gradients lie {relative:.2g} times the mean gradient's length away from it"
-    against = "" if excess is None else f", {excess:.2g} times the variance of a random split of the same data"
-    search = f"search β from {low:.2g} to {high:.2g}"
+    if excess is not None and p_value is not None:
+        far += f", {excess:.2g} times the variance of random splits of the same data (p = {p_value:.2g})"
+    search = "no β can be suggested" if betas is None else f"search β from {betas[0]:.2g} to {betas[1]:.2g}"
     ends = {
-        "aligned": f"they agree already, so expect FedGA to do no better than FedAvg (if you try, {search})",
-        "iid-like": f"they differ as random samples do, so expect a small gain from FedGA; {search}",
-        "misaligned": f"they are misaligned, so FedGA can help; {search}",
+        "aligned": "they agree already, so expect FedGA to do no better than FedAvg"
+        + ("" if betas is None else f" (if you try, {search})"),
+        "iid-like": f"they differ as random samples do, so alignment does what small batches do in SGD: {search}",
+        "misaligned": "they disagree more than chance explains, so alignment has something to act on; whether it helps "
+        f"only training can tell: {search}, and compare with FedAvg at as many communications",
+        "unknown": f"whether by more than chance cannot be told, because {why_not}; if you try FedGA, {search}",
     }
-    text = f"{far}{against}: {ends[verdict]}."
+    text = f"{far}: {ends[verdict]}."
     return text[0].upper() + text[1:]

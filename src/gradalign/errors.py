@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class GradalignError(ValueError):
     """A problem with what was asked for; its message is one clear sentence for the user."""
@@ -25,3 +28,15 @@ class FolderInUseError(GradalignError):
 
 class TooFewClientsError(GradalignError):
     """Fewer clients answered a phase than the federation asks for; the round was not taken."""
+
+
+@contextmanager
+def no_exit(where: str) -> Iterator[None]:
+    """Turn a ``sys.exit`` in the user's own code, which would end everything without a word, into a ClientError."""
+    try:
+        yield
+    except SystemExit as stop:
+        raise ClientError(
+            f"{where} called sys.exit({'' if stop.code is None else repr(stop.code)}) and would have ended everything; "
+            "let it return, or raise an error that says what is wrong"
+        ) from stop

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradalign.batches import map_tensors
 from gradalign.errors import GradalignError
 from gradalign.flat import FlatModel, Point
 from gradalign.outer import Products, keep_products
@@ -76,14 +77,7 @@ class LocalTrainer:
 
     def _place(self, batch: Any) -> Any:
         """Move a batch to the model's device, floats in the model's precision."""
-        if isinstance(batch, Tensor):
-            return batch.to(self.device, self.dtype if batch.is_floating_point() else None)
-        if isinstance(batch, dict):
-            return {key: self._place(value) for key, value in batch.items()}
-        if isinstance(batch, tuple | list):
-            placed = [self._place(value) for value in batch]
-            return type(batch)(*placed) if hasattr(batch, "_fields") else type(batch)(placed)
-        return batch
+        return map_tensors(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), batch)
 
     def loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""

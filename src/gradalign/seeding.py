@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 # The global generators belong to one block at a time. Forking takes the lock too: a worker forked while another thread
 # draws numbers would inherit a generator locked for ever.
@@ -60,6 +61,52 @@ def stream_seed(seed: int, purpose: Purpose, *keys: int) -> int:
     """Return the 64-bit seed of the stream for ``purpose`` and ``keys`` (round, client, ...)."""
     words = np.random.SeedSequence([seed, int(purpose), *keys]).generate_state(1, np.uint64)
     return int(words[0])
+
+
+def stream_seeds(seed: int, purpose: Purpose, *keys: int, last: Sequence[int]) -> list[int]:
+    """Return ``stream_seed(seed, purpose, *keys, k)`` for every k in ``last``, all at once.
+
+    This is NumPy's SeedSequence, whose every step is arithmetic on 32-bit words, with one column for each stream.
+    """
+    words = [seed, int(purpose), *keys]
+    if not last or max(*words, *last) > _WORD or min(*words, *last) < 0:  # of several words each
+        return [stream_seed(seed, purpose, *keys, k) for k in last]
+    entropy = [np.array([word], np.uint32) for word in words] + [np.array(last, np.uint32)]
+    entropy += [np.zeros(1, np.uint32)] * (_POOL - len(entropy))
+    hashed = _Hash(0x43B0D7E5, 0x931E8875)
+    pool = [hashed(word) for word in entropy[:_POOL]]
+    for source in range(_POOL):
+        for target in range(_POOL):
+            if source != target:
+                pool[target] = _mixed(pool[target], hashed(pool[source]))
+    for word in entropy[_POOL:]:
+        for target in range(_POOL):
+            pool[target] = _mixed(pool[target], hashed(word))
+    hashed = _Hash(0x8B51F9DD, 0x58F38DED)
+    low, high = (np.broadcast_to(hashed(word), len(last)).astype(np.uint64) for word in pool[:2])
+    return [int(word) for word in low | (high << np.uint64(32))]
+
+
+_POOL = 4
+_WORD = 0xFFFFFFFF
+
+
+class _Hash:
+    """SeedSequence's hash, whose constant moves on with every use."""
+
+    def __init__(self, constant: int, factor: int) -> None:
+        self._constant, self._factor = constant, factor
+
+    def __call__(self, word: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        word = word ^ np.uint32(self._constant)
+        self._constant = (self._constant * self._factor) & _WORD
+        word = word * np.uint32(self._constant)
+        return word ^ (word >> np.uint32(16))
+
+
+def _mixed(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    word: NDArray[np.uint32] = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
+    return word ^ (word >> np.uint32(16))
 
 
 def numpy_stream(seed: int, purpose: Purpose, *keys: int) -> np.random.Generator:

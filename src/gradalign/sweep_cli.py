@@ -49,7 +49,7 @@ def sweep(
     finalists: Annotated[
         int | None, typer.Option("--finalists", min=1, help="How many of the best are tried with more seeds (3).")
     ] = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", min=1, help="With how many seeds (3).")] = None,
+    seeds: Annotated[int | None, typer.Option("--seeds", min=1, max=10_000, help="With how many seeds (3).")] = None,
     test_beta: Annotated[
         bool,
         typer.Option(

@@ -129,17 +129,26 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
         f"median {number(found.relative_median)}, from {number(found.relative_min)} to {number(found.relative_max)}; "
         f"‖ḡ‖ = {number(found.mean_norm)}",
     )
-    table.add_row("r(x)", f"{number(found.r)}; after a random split of the same examples {number(found.r_random)}")
+    random = "no random split can be made"
+    if found.splits:
+        low, high = number(found.r_random_low), number(found.r_random_high)
+        random = (
+            f"{found.splits} random splits of the same examples: mean {number(found.r_random)}, from {low} to {high}"
+        )
+    table.add_row("r(x)", f"{number(found.r)}; {random}")
+    table.add_row("p", f"{number(found.p_value)}, the chance that random clients disagree as much")
     table.add_row(
         "cosine between clients", f"{number(found.between)}; after a random split {number(found.between_random)}"
     )
     table.add_row("cosine within clients", f"{number(found.within)}, between two halves of one client")
     table.add_row("sampling noise", f"{number(found.chance)} of the disagreement, estimated from the halves")
-    table.add_row(
-        "β to search",
-        f"{number(found.beta_low)} to {number(found.beta_high)}: ¼ to 1 times αK‖ḡ‖ / rms‖ḡ − g_i‖, "
-        f"α = {found.lr:g}, K = {found.steps}",
-    )
+    searched = "none: the gradients, or their differences, are 0 up to rounding"
+    if found.beta_low is not None:
+        searched = (
+            f"{number(found.beta_low)} to {number(found.beta_high)}: ¼ to 1 times αK‖ḡ‖ / rms‖ḡ − g_i‖, "
+            f"α = {found.lr:g}, K = {found.steps}"
+        )
+    table.add_row("β to search", searched)
     table.add_row("SCAFFOLD's β", f"{number(found.beta_scaffold)} = α(K−1)/2")
     console.print(f"[bold]{escape(found.task)}[/bold]")
     console.print(table)
@@ -158,18 +167,23 @@ def diagnose(
     examples: Annotated[
         int | None, typer.Option("--examples", help="Use at most this many examples of each client.")
     ] = None,
+    splits: Annotated[
+        int, typer.Option("--splits", help="Random splits to compare with; each costs a pass over the examples.")
+    ] = 19,
     lr: Annotated[float, typer.Option("--lr", help="α, the local learning rate you will train with.")] = 0.1,
     steps: Annotated[int, typer.Option("--steps", help="K, the local steps of a round.")] = 10,
     device: Device = "cpu",
 ) -> None:
-    """Say before training whether the clients' gradients are misaligned enough for FedGA, and suggest a β."""
+    """Say before training whether the clients' gradients disagree more than by chance, and suggest a β."""
     with plain_errors():
         from gradalign.devices import check_device
         from gradalign.diagnose import diagnose as measure
 
         check_device(device)
         made = _task(task, seed, settings or ())
-        found = measure(made, lr=lr, steps=steps, clients=clients, examples=examples, seed=seed, device=device)
+        found = measure(
+            made, lr=lr, steps=steps, clients=clients, examples=examples, splits=splits, seed=seed, device=device
+        )
         if as_json:
             _print_json(asdict(found))
         else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 
+from gradalign.checks import real, whole
 from gradalign.errors import GradalignError
 from gradalign.schedule import Schedule, require, setting_of
 
@@ -45,8 +45,7 @@ class LocalTraining:
         # A schedule may pass through zero (a warm-up's start, a cosine's end); a constant may not stay there.
         require("local.lr", self.lr, **({"above": 0.0} if isinstance(self.lr, float) else {"least": 0.0}))
         require("local.weight_decay", self.weight_decay, least=0.0)
-        if not 0.0 <= self.momentum < 1.0:
-            raise GradalignError(f"local.momentum must be in [0, 1), got {self.momentum:g}")
+        object.__setattr__(self, "momentum", real("local.momentum", self.momentum, 0.0, 1.0, below=True))
         if self.clip_norm is not None:
             require("local.clip_norm", self.clip_norm, above=0.0)
         if self.steps is not None and self.epochs is not None:
@@ -57,9 +56,7 @@ class LocalTraining:
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-                raise GradalignError(f"local.{name} must be a whole number of at least 1, got {value!r}")
-            object.__setattr__(self, name, operator.index(value))
+            object.__setattr__(self, name, whole(f"local.{name}", value, 1))
 
     def steps_for(self, examples: int) -> int:
         """Return K for a client with this many examples."""

@@ -6,14 +6,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from gradalign.cohort.products import cross_entropies
-from gradalign.local import gradient_rows, shuffled_batches, shuffled_passes
+from gradalign.local import gradient_rows, shuffled_passes
 from gradalign.replies import GroupUpdate
-from gradalign.seeding import Purpose, torch_stream
+from gradalign.seeding import Purpose, stream_seeds
 from gradalign.tasks.data import TensorExamples
 from gradalign.training import LocalTraining
 
@@ -54,7 +55,8 @@ def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tens
     if len(cut) == len(examples):  # from one pool of tensors: all in one go
         inputs, targets = (tensor.index_select(0, torch.cat(cut)) for tensor in examples[0].tensors)
         return inputs.to(dtype), targets, starts
-    parts = [one.batch(torch.arange(len(one))) for one in examples]
+    # What lies in tensors of its own is taken as it is.
+    parts = [one.tensors if one.rows is None else one.batch(torch.arange(len(one))) for one in examples]
     return torch.cat([inputs for inputs, _ in parts]).to(dtype), torch.cat([targets for _, targets in parts]), starts
 
 
@@ -92,42 +94,52 @@ def plan_batches(
     dtype: torch.dtype,
 ) -> Batches:
     """Lay out all steps; the batches are those of the per-client path."""
-    generators = [torch_stream(seed, Purpose.SHUFFLE, round_index, client) for client in clients]
-    steps, widths = [local.steps_for(size) for size in sizes], [local.batch_for(size) for size in sizes]
-    if len(set(sizes)) == 1:
-        return _equal_batches(generators, sizes[0], widths[0], steps[0], starts)
-    streams = [shuffled_batches(*own) for own in zip(sizes, widths, generators, strict=True)]
-    nothing = torch.empty(0, dtype=torch.int64)
-    found = Batches(steps=steps, seen=[0] * len(sizes))
-    for k in range(max(steps)):
-        per_client = [next(stream) if k < steps[i] else nothing for i, stream in enumerate(streams)]
-        for i, own in enumerate(per_client):
-            found.seen[i] += len(own)
-        rows, weights = pad(per_client, starts, dtype)
-        found.rows.append(rows)
-        found.weights.append(weights)
-        everyone = all(k < own for own in steps)
-        found.active.append(None if everyone else torch.tensor([float(k < own) for own in steps], dtype=dtype))
-    return found
+    seeds = stream_seeds(seed, Purpose.SHUFFLE, round_index, last=clients)
+    steps, lengths = [], []
+    for size in sizes:
+        width = local.batch_for(size)
+        one_pass = [min(width, size - first) for first in range(0, size, width)]
+        steps.append(local.steps_for(size))
+        lengths.append(list(itertools.islice(itertools.cycle(one_pass), steps[-1])))
+    seen = [sum(own) for own in lengths]
+    orders = _orders(seeds, sizes, [-(-count // size) for count, size in zip(seen, sizes, strict=True)])
+    if len(set(sizes)) == 1:  # all take the same steps
+        table = orders.view(len(sizes), -1)[:, : seen[0]].add_(torch.tensor(starts).unsqueeze(1))
+        rows, nothing = list(table.split(lengths[0], dim=1)), [None] * steps[0]
+        return Batches(steps=steps, seen=seen, rows=rows, weights=list(nothing), active=list(nothing))
+    return _uneven_batches(orders, sizes, starts, lengths, dtype)
 
 
-def _equal_batches(
-    generators: Sequence[torch.Generator], size: int, width: int, steps: int, starts: Sequence[int]
+def _orders(seeds: Sequence[int], sizes: Sequence[int], passes: Sequence[int]) -> Tensor:
+    """Return the clients' shuffled passes over their examples, one after the other."""
+    generator, drawn = torch.Generator(), []  # one for all, in turn: making one costs more than seeding it
+    for own, size, count in zip(seeds, sizes, passes, strict=True):
+        generator.manual_seed(own)
+        drawn += itertools.islice(shuffled_passes(size, generator), count)
+    return torch.cat(drawn)
+
+
+def _uneven_batches(
+    orders: Tensor, sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> Batches:
-    """Lay out the batches of clients of one size, which all take the same steps, in one go."""
-    one_pass = [min(width, size - first) for first in range(0, size, width)]
-    lengths = list(itertools.islice(itertools.cycle(one_pass), steps))
-    passes = -(-steps // len(one_pass))
-    orders = [torch.cat(list(itertools.islice(shuffled_passes(size, own), passes))) for own in generators]
-    table = torch.stack(orders)[:, : sum(lengths)].add_(torch.tensor(starts).unsqueeze(1))
-    clients = len(generators)
-    return Batches(
-        steps=[steps] * clients,
-        seen=[sum(lengths)] * clients,
-        rows=list(table.split(lengths, dim=1)),
-        weights=[None] * steps,
-        active=[None] * steps,
-    )
+    """Lay out the batches of clients of several sizes, short ones filled up with rows of weight zero."""
+    steps, seen = [len(own) for own in lengths], [sum(own) for own in lengths]
+    taken = np.array([[*own, *[0] * (max(steps) - len(own))] for own in lengths])  # (client, step)
+    passes = [-(-count // size) * size for count, size in zip(seen, sizes, strict=True)]
+    begins = np.cumsum([0, *passes[:-1]])[:, None] + np.cumsum(taken, axis=1) - taken
+    shuffled, first = orders.numpy(), np.array(starts)[:, None]
+    found = Batches(steps=steps, seen=seen)
+    for k in range(max(steps)):
+        own = taken[:, k : k + 1]
+        places = np.arange(own.max())
+        here = places < own
+        rows = first + np.where(here, shuffled[np.where(here, begins[:, k : k + 1] + places, 0)], 0)
+        found.rows.append(torch.from_numpy(rows))
+        share = None if here.all() else torch.from_numpy(np.where(here, 1.0 / np.maximum(own, 1), 0.0)).to(dtype)
+        found.weights.append(share)
+        still = torch.tensor([float(k < count) for count in steps], dtype=dtype)
+        found.active.append(None if k < min(steps) else still)
+    return found
 
 
 def take(values: Tensor, rows: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ SMALL_BATCH = 32
 
 def layers_of(task: Task, model: nn.Module) -> list[nn.Module] | None:
     """Return the model's layers when clients can be trained in cohorts, else None."""
+    model = nn.Sequential(model) if type(model) is nn.Linear else model
     if not isinstance(model, nn.Sequential) or not _classifies(task, model):
         return None
     images = any(_slides(layer) for layer in model)

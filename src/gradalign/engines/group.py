@@ -18,7 +18,7 @@ from torch import Tensor
 from gradalign.cohort.eligible import layers_of, lockstep_model, side_by_side
 from gradalign.cohort.lockstep import TOGETHER, LockstepTrainer
 from gradalign.cohort.small import COHORT, CohortTrainer
-from gradalign.errors import ClientError, GradalignError
+from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.flat import Point, all_finite
 from gradalign.local import LocalTrainer
 from gradalign.plan import Plan
@@ -52,7 +52,8 @@ def groups(items: Iterable[Item], width: int) -> Iterator[list[Item]]:
 def named_failure(where: str) -> Iterator[None]:
     """Turn what user code raises into a ClientError that says for whom."""
     try:
-        yield
+        with no_exit(f"the code for {where}"):
+            yield
     except GradalignError:
         raise
     except Exception as error:
@@ -88,11 +89,14 @@ class GroupTrainer:
         return self.cohort is not None or (shifted and self.lockstep is not None)
 
     def _examples(self, clients: Sequence[int]) -> list[Examples]:
-        found = []
-        for client in clients:
-            with named_failure(f"client {client}"):
-                found.append(self.task.client(client, self.seed))
-        return found
+        try:
+            return [self.task.client(client, self.seed) for client in clients]
+        except (Exception, SystemExit):  # whose is it? One at a time, to say so
+            found = []
+            for client in clients:
+                with named_failure(f"client {client}"):
+                    found.append(self.task.client(client, self.seed))
+            return found
 
     def _cohort_of(self, clients: Sequence[int], plans: Sequence[Plan] = ()) -> list[TensorExamples] | None:
         """Return the clients' examples when they can train as a cohort, else None."""
@@ -169,10 +173,10 @@ class GroupTrainer:
 
     def _sizes(self, clients: Sequence[int]) -> list[int] | None:
         """Return how many examples each of these clients has when they are all of one kind, else None."""
-        everyone = self.task.clients
-        if isinstance(everyone, PartitionedClients):  # cut from the same tensors: one tells for all
-            sizes = everyone.sizes()
-            return [int(sizes[client]) for client in clients] if side_by_side(self._examples(clients[:1])) else None
+        everyone, sizes = self.task.clients, self.task.sizes
+        if isinstance(everyone, PartitionedClients) and sizes is not None:
+            # Cut from the same tensors: one tells for all.
+            return sizes[list(clients)].tolist() if side_by_side(self._examples(clients[:1])) else None
         examples = side_by_side(self._examples(clients)) if isinstance(everyone, list | tuple) else None
         return [len(one) for one in examples] if examples else None
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from gradalign.checks import flag, real, whole
 from gradalign.devices import check_device
 from gradalign.engines import Engine
 from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, no_exit
 from gradalign.experiment.build import build_federation, make_federation
 from gradalign.experiment.described import describe
 from gradalign.experiment.federation import Federation
@@ -37,6 +38,7 @@ from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
 ENGINES = ("local", "flower", "distributed")
+_MOST_WORKERS = 1000
 
 
 def run(
@@ -86,10 +88,9 @@ def run(
         progress: Show a progress bar; None shows one in a terminal.
         trackers: Who else is told each row, e.g. ``TensorBoard()`` or an object of your own; see ``Tracker``.
     """
-    for name, value, least in (("rounds", rounds, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise GradalignError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    local, measure = local or LocalTraining(), measure or Measure()
+    rounds, seed = whole("rounds", rounds, 1), whole("seed", seed, 0)
+    local = LocalTraining() if local is None else local
+    measure = Measure() if measure is None else measure
     for name, given, kind in (("task", task, Task), ("local", local, LocalTraining), ("measure", measure, Measure)):
         if not isinstance(given, kind):
             raise GradalignError(f"{name} must be a gradalign.{kind.__name__}, got {type(given).__name__}")
@@ -136,6 +137,14 @@ class Where:
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        flag("resume", self.resume)
+        real("checkpoint_seconds", self.checkpoint_seconds, 0.0)
+        if self.progress is not None:
+            flag("progress", self.progress)
+        if self.workers is not None:
+            object.__setattr__(self, "workers", whole("workers", self.workers, 0, _MOST_WORKERS))
+        if self.out is not None and not isinstance(self.out, str | os.PathLike):
+            raise GradalignError(f"out must be the name of a folder, got {self.out!r}")
 
 
 def run_spec(
@@ -238,6 +247,7 @@ def conduct(
     """Open the run folder, start the engine, show progress, and run what is left to do."""
     show = sys.stderr.isatty() if where.progress is None else where.progress
     with ExitStack() as stack:
+        stack.enter_context(no_exit(f"the code of the task {federation.task.name}"))
         # The engine first: when the folder is refused, the ranks are there to be told.
         engine = stack.enter_context(engine_maker())
         if isinstance(engine, DistributedEngine) and engine.rank != 0:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gradalign import algorithms, server
-from gradalign.errors import ClientError, GradalignError
+from gradalign.checks import flag, real, whole
+from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.experiment.federation import Federation
 from gradalign.experiment.spec import AlgorithmSpec, LocalSpec, PartSpec, ScheduleSpec, ServerSpec, Spec
 from gradalign.plan import Algorithm, Combination, combine
@@ -174,7 +175,10 @@ def _user_function(name: str) -> Callable[..., Any]:
     if not module_name or not attribute:
         raise GradalignError(f'task.name: "{name}" is not package.module:function')
     try:
-        module = importlib.import_module(module_name)
+        with no_exit(f"task.name: importing {module_name}"):
+            module = importlib.import_module(module_name)
+    except GradalignError:
+        raise
     except ImportError as error:
         raise GradalignError(f'task.name: cannot import "{module_name}": {error}') from error
     except Exception as error:
@@ -212,7 +216,8 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
     if "seed" in parameters or takes_all:
         options["seed"] = seed
     try:
-        task = make(**options)
+        with no_exit(f"the task {name}"):
+            task = make(**options)
     except GradalignError:
         raise
     except Exception as error:
@@ -262,23 +267,21 @@ def make_federation(
 ) -> Federation:
     """Check what only the task can tell, and return the federation."""
     total = len(task.clients)
-    if per_round is not None and not 1 <= per_round <= total:
+    if per_round is not None and whole("clients.per_round", per_round, 1) > total:
         raise GradalignError(f"clients.per_round is {per_round}, but the task {task.name} has {total} clients")
     if weights not in ("uniform", "examples"):
         raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
-    if not 0.0 <= dropout < 1.0:
-        raise GradalignError(f"clients.dropout must be in [0, 1), got {dropout:g}")
-    if not 0.0 <= min_fraction <= 1.0:
-        raise GradalignError(f"clients.min_fraction must be in [0, 1], got {min_fraction:g}")
+    dropout = real("clients.dropout", dropout, 0.0, 1.0, below=True)
+    min_fraction = real("clients.min_fraction", min_fraction, 0.0, 1.0)
     return Federation(
         task=task,
         algorithm=algorithm,
         local=single_step(local, algorithm),
-        per_round=per_round or total,
+        per_round=total if per_round is None else int(per_round),
         by_examples=weights == "examples",
         dropout=dropout,
         seed=seed,
-        fast=fast,
+        fast=flag("fast", fast),
         min_fraction=min_fraction,
         rounds=rounds,
     )

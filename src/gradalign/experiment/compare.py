@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradalign.checks import whole
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.experiment.api import Where, run_spec
 from gradalign.experiment.build import build_federation, task_of
@@ -30,6 +31,7 @@ from gradalign.experiment.store import (
 from gradalign.tasks.task import Task
 
 CURVES_SHOWN = ("test_accuracy", "test_loss", "r")
+_MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,7 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
     """Return all runs, each checked, before any is started."""
     if not entries:
         raise GradalignError("--algorithms names no algorithm; give for example fedga,fedavg")
-    if seeds < 1:
-        raise GradalignError(f"--seeds must be at least 1, got {seeds}")
+    whole("--seeds", seeds, 1, _MOST_SEEDS)
     if len(set(entries)) < len(entries):
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
     first = recipe.spec().seed

@@ -74,7 +74,8 @@ class Federation:
             return 1.0
         if self.elsewhere:
             return float(self.task.clients.weight(client))  # type: ignore[attr-defined]
-        return float(len(self.task.client(client, self.seed)))
+        sizes = self.task.sizes
+        return float(len(self.task.client(client, self.seed)) if sizes is None else sizes[client])
 
     @property
     def elsewhere(self) -> bool:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradalign.alignment import alignment_of
+from gradalign.checks import real, whole
 from gradalign.engines import Engine
 from gradalign.engines.local import one_thread
-from gradalign.errors import DivergedError, GradalignError
+from gradalign.errors import DivergedError
 from gradalign.experiment.federation import Federation, ServerState
 from gradalign.experiment.rounds import probe_clients
 from gradalign.replies import ClientGradient
@@ -35,12 +36,13 @@ class Measure:
     target_accuracy: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("test_every", "train_every"):
+        for name, least in (("test_every", 0), ("train_every", 0), ("train_clients", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise GradalignError(f"measure.{name} must be a whole number of at least 0, got {value!r}")
-        if not isinstance(self.train_clients, int) or self.train_clients < 1:
-            raise GradalignError(f"measure.train_clients must be at least 1, got {self.train_clients!r}")
+            if value is not None or name == "train_clients":
+                object.__setattr__(self, name, whole(f"measure.{name}", value, least))
+        if self.target_accuracy is not None:
+            target = real("measure.target_accuracy", self.target_accuracy, 0.0, 1.0)
+            object.__setattr__(self, "target_accuracy", target)
 
     def due(self, every: int | None, round_index: int, rounds: int) -> bool:
         """Return whether something measured at this (settled) spacing is due after this many rounds."""

@@ -171,7 +171,8 @@ class _Round:
     def weighted_plans(self) -> Iterator[tuple[int, Plan, float]]:
         """Yield the plans and weights of the clients that do not fall silent; beside a shift there is none to make."""
         if self.shift is not None or (self.is_shift and not self.algorithm.needs_gradients):
-            return ((client, Plan(), self.weights[client]) for client in self.speaking())
+            nothing = Plan()
+            return ((client, nothing, self.weights[client]) for client in self.speaking())
         return ((client, self.algorithm.plan(views), self.weights[client]) for client, views in self.views())
 
     def train(self, engine: Engine) -> Iterator[tuple[int, ClientUpdate]]:

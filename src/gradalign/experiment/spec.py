@@ -21,6 +21,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Portion = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Seeds = Annotated[int, Field(ge=1, le=10_000)]
 
 
 Value = TypeVar("Value")
@@ -165,7 +166,7 @@ class CompareSpec(Section):
     """What ``gradalign compare`` runs, with settings of single algorithms as nested recipe tables."""
 
     algorithms: list[str] = ["fedga", "scaffold", "fedprox", "fedavg"]
-    seeds: Count = 3
+    seeds: Seeds = 3
     settings: dict[str, dict[str, Any]] = {}
     curves: list[Curve] = ["test_accuracy", "test_loss", "r"]
 
@@ -189,7 +190,7 @@ class SweepSpec(Section):
     stop_after: Portion | None = None
     margin: Share | None = None
     finalists: Count | None = None
-    seeds: Count | None = None
+    seeds: Seeds | None = None
 
 
 class Spec(Section):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gradalign.tasks.folders import cache_folder
 
 Arrays = dict[str, NDArray[Any]]
-_FORM = "1"  # raise this when a reader changes what it makes of the same file
+_FORM = "2"  # raise this when a reader changes what it makes of the same file
 
 
 def cached_arrays(kind: str, sources: Sequence[Path], decode: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:

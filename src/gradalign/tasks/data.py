@@ -38,8 +38,9 @@ class TensorExamples(Examples):
     def __init__(
         self, tensors: tuple[Tensor, ...], rows: Tensor | None = None, transform: Transform | None = None
     ) -> None:
-        lengths = {len(t) for t in tensors}
-        if len(lengths) != 1:
+        first = len(tensors[0]) if tensors else 0
+        if not tensors or any(len(t) != first for t in tensors):
+            lengths = {len(t) for t in tensors}
             raise GradalignError(f"inputs and targets must have the same length, got {sorted(lengths)}")
         self.tensors, self.rows, self.transform = tensors, rows, transform
 
@@ -71,6 +72,10 @@ def as_examples(data: Any) -> Examples:
     """Accept (inputs, targets) tensors or arrays, a map-style dataset, or Examples."""
     if isinstance(data, Examples):
         return data
+    if type(data) is tuple and len(data) == 2 and type(data[0]) is type(data[1]) is Tensor:  # by far the most common
+        inputs, targets = data
+        if inputs.ndim and targets.ndim:
+            return TensorExamples(data)
     if isinstance(data, TensorDataset):
         return TensorExamples(tuple(data.tensors))
     if isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
@@ -78,12 +83,42 @@ def as_examples(data: Any) -> Examples:
             raise GradalignError("inputs and targets must have one entry per example, got a single number")
         # Arrays with negative strides are valid NumPy, but torch cannot see them.
         arrays = [np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part for part in data]
-        return TensorExamples(tuple(torch.as_tensor(part) for part in arrays))
+        # A named tuple's batches have its names too.
+        names = getattr(type(data), "_make", None)
+        return TensorExamples(tuple(torch.as_tensor(part) for part in arrays), transform=names)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | Mapping):
         return DatasetExamples(data)
     raise GradalignError(
         f"cannot read examples from {type(data).__name__}: give (inputs, targets) tensors or a map-style dataset"
     )
+
+
+def _row_numbers(client: int, part: Any) -> Tensor:
+    """Return a client's list of rows, which must be whole numbers: 0.5 is no row, and True is not row 1."""
+    try:
+        rows = torch.as_tensor(part)
+    except (TypeError, ValueError, RuntimeError):
+        rows = torch.empty(0, 0)
+    if rows.shape == (0,):
+        return rows.to(torch.int64)
+    mixed = isinstance(part, list | tuple) and bool in map(type, part)
+    if rows.ndim != 1 or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex() or mixed:
+        raise GradalignError(f"a partition needs lists of row numbers; client {client} has {_brief(part)}")
+    return rows.to(torch.int64)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def example_count(data: Any) -> int:
+    """Return how many examples an entry of ``Task.clients`` has, without setting up more than it takes to know."""
+    if type(data) in (tuple, list) and data and all(type(part) is Tensor and part.ndim for part in data):
+        count = len(data[0])
+        if all(len(part) == count for part in data):
+            return count
+    return len(as_examples(data))  # says what is wrong, where something is
 
 
 class PartitionedClients(Sequence[Examples]):
@@ -99,7 +134,7 @@ class PartitionedClients(Sequence[Examples]):
         parts: Iterable[Sequence[int] | np.ndarray | Tensor],
         transform: Transform | None = None,
     ) -> None:
-        lists = [torch.as_tensor(part, dtype=torch.int64) for part in parts]
+        lists = [_row_numbers(client, part) for client, part in enumerate(parts)]
         if not lists:
             raise GradalignError("a partition needs at least one client")
         self.tensors, self.transform = tensors, transform

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from gradalign.errors import GradalignError
 from gradalign.tasks.cache import Arrays, cached_arrays
 from gradalign.tasks.folders import data_folder, find_file, missing
 from gradalign.tasks.idx import read_idx
-from gradalign.tasks.leaf import read_shakespeare
+from gradalign.tasks.leaf import SEQUENCE, read_shakespeare
 from gradalign.tasks.pickled import read_batch
 
 EMNIST_CLASSES = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"
@@ -27,11 +28,15 @@ SHAKESPEARE_PLACES = ("shakespeare", "shakespeare/data", "data", ".")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Examples and labels, as bytes; the owner of each example where the data has owners."""
+    """Examples and labels, as bytes; the owner of each example where the data has owners.
+
+    ``spans`` says which examples belong together, where some do: those that share a number from first to last.
+    """
 
     inputs: Tensor
     labels: NDArray[np.uint8]
     owners: NDArray[np.int32] | None = None
+    spans: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +71,28 @@ class DataSet:
 
 def _part(arrays: Arrays, split: str) -> Part:
     inputs = torch.from_numpy(arrays[f"{split}_x"])
-    return Part(inputs=inputs, labels=arrays[f"{split}_y"], owners=arrays.get(f"{split}_owner"))
+    owners = arrays.get(f"{split}_owner")
+    if f"{split}_start" in arrays and owners is not None:
+        spans: NDArray[np.int64] | None = _text_spans(arrays[f"{split}_start"], owners)
+    else:
+        spans = arrays.get(f"{split}_alike")
+    return Part(inputs=inputs, labels=arrays[f"{split}_y"], owners=owners, spans=spans)
+
+
+def _text_spans(starts: NDArray[np.int32], owners: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the letters that belong to each window: its own, the next one, and as many again to keep windows apart."""
+    reach = 2 * SEQUENCE
+    text = int(starts.max()) + reach + 1  # longer than any, so that no two texts meet
+    first = owners.astype(np.int64) * text + starts
+    return np.stack([first, first + reach], axis=1)
+
+
+def _alike(images: NDArray[np.uint8]) -> Arrays:
+    """Return the span of each image: the first one that is the same picture; nothing when all differ."""
+    first: dict[bytes, int] = {}
+    digests = (hashlib.blake2b(image.tobytes(), digest_size=16).digest() for image in images)
+    found = np.array([first.setdefault(digest, row) for row, digest in enumerate(digests)], np.int64)
+    return {} if len(first) == len(images) else {"train_alike": np.stack([found, found], axis=1)}
 
 
 def emnist_data(named: str | None = None, *, extra: bool = False) -> DataSet:
@@ -123,7 +149,7 @@ def _read_emnist(files: dict[str, list[tuple[Path, Path]]]) -> Arrays:
             images.append(image.transpose(0, 2, 1)[:, None])  # the files store every image transposed
             labels.append(label)
         arrays[f"{split}_x"], arrays[f"{split}_y"] = np.concatenate(images), np.concatenate(labels)
-    return arrays
+    return arrays | _alike(arrays["train_x"])
 
 
 def cifar_data(classes: int, named: str | None = None) -> DataSet:
@@ -162,7 +188,7 @@ def _read_cifar(files: dict[str, list[Path]], label_key: str, classes: int) -> A
         batches = [read_batch(path, label_key, classes) for path in paths]
         arrays[f"{split}_x"] = np.concatenate([images for images, _ in batches])
         arrays[f"{split}_y"] = np.concatenate([labels for _, labels in batches])
-    return arrays
+    return arrays | _alike(arrays["train_x"])
 
 
 def shakespeare_data(named: str | None = None) -> DataSet:

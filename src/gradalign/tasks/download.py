@@ -12,8 +12,9 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,8 @@ class Archive:
     known_hash: str
     members: Mapping[str, str]
     """The place in the data folder for each member that is needed."""
+    most_bytes: int = 1_000_000_000
+    """More than the archive has: a server that sends more is not listened to any longer."""
 
 
 def _cifar(folder: str, names: tuple[str, ...]) -> dict[str, str]:
@@ -42,16 +45,19 @@ ARCHIVES = {
         url="https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",
         known_hash="md5:58c8d27c78d21e728a6bc7b3cc06412e",
         members={f"gzip/{name}": f"EMNIST/raw/{name}" for name in _EMNIST},
+        most_bytes=1_000_000_000,
     ),
     "cifar10": Archive(
         url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
         known_hash="sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
         members=_cifar("cifar-10-batches-py", (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")),
+        most_bytes=200_000_000,
     ),
     "cifar100": Archive(
         url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
         known_hash="sha256:85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
         members=_cifar("cifar-100-python", ("train", "test")),
+        most_bytes=200_000_000,
     ),
 }
 NO_ARCHIVE = (
@@ -98,13 +104,15 @@ def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
 
     pooch.get_logger().setLevel("ERROR")
     name = archive.url.rsplit("/", 1)[-1]
-    loader = pooch.HTTPDownloader(progressbar=progress, timeout=60)
+    loader = partial(_receive, most_bytes=archive.most_bytes, progress=progress)
     try:
         found = pooch.retrieve(archive.url, archive.known_hash, fname=name, path=workshop, downloader=loader)
     except (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError):
         raise GradalignError(
             f"cannot download {archive.url}: the connection failed or broke off; nothing of it was kept, try again"
         ) from None
+    except GradalignError:
+        raise
     except requests.exceptions.RequestException as error:
         raise GradalignError(f"cannot download {archive.url}: {_short(error)}") from None
     except ValueError as error:
@@ -115,6 +123,32 @@ def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
             "it was cut short or altered; nothing of it was kept, try again"
         ) from None
     return Path(found)
+
+
+def _receive(url: str, file: Any, pooch: Any, *, most_bytes: int, progress: Any) -> None:
+    """Download to a file, as pooch's own downloader does, but never more than ``most_bytes``."""
+    import requests
+
+    too_much = GradalignError(f"{url} sends more than {most_bytes:,} bytes, which the archive does not have")
+    with requests.get(url, stream=True, timeout=60) as answer:
+        answer.raise_for_status()
+        declared = answer.headers.get("Content-Length", "").strip()
+        total = int(declared) if declared.isdecimal() and declared.isascii() and len(declared) < 20 else 0
+        if total > most_bytes:
+            raise too_much
+        if progress:
+            progress.total = total
+        received = 0
+        with nullcontext(file) if hasattr(file, "write") else open(file, "wb") as target:
+            for part in answer.iter_content(1 << 16):
+                received += len(part)
+                if received > most_bytes:
+                    raise too_much
+                target.write(part)
+                if progress:
+                    progress.update(len(part))
+    if progress:
+        progress.close()
 
 
 def _short(error: Exception) -> str:

@@ -48,6 +48,7 @@ def federate(
         clients=PartitionedClients((data.train.inputs, torch.from_numpy(labels)), parts, transform),
         test=TensorExamples((data.test.inputs, torch.from_numpy(data.test.labels)), torch.from_numpy(test), transform),
         augment=augment,
+        groups=None if data.train.spans is None else [data.train.spans[part] for part in parts],
         facts={
             **division.describe(len(whole), len(parts)),
             **_classes_held(data, parts),

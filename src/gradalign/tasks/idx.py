@@ -15,19 +15,18 @@ from gradalign.errors import GradalignError
 _UNSIGNED_BYTE = 0x08
 # Far more than the largest file of this kind; a gzip bomb stops here instead of filling the memory.
 _MOST_BYTES = 4 << 30
+_MOST_ARRAY = 1 << 30  # the largest array of this kind, of all of NIST's letters and digits, has 550 MB
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return a file's content, decompressed when its name ends in .gz."""
-    if path.suffix != ".gz":
-        return path.read_bytes()
+def read_bytes(path: Path, most: int = _MOST_BYTES) -> bytes:
+    """Return a file's content, decompressed when its name ends in .gz; refuse more than ``most`` bytes."""
     try:
-        with gzip.open(path) as file:
-            content = file.read(_MOST_BYTES + 1)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(most + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise GradalignError(f"{path} is cut short or damaged: {error}") from None
-    if len(content) > _MOST_BYTES:
-        raise GradalignError(f"{path} holds more than {_MOST_BYTES:,} bytes, which no such file does")
+    if len(content) > most:
+        raise GradalignError(f"{path} holds more than {most:,} bytes, which no such file does")
     return content
 
 
@@ -41,7 +40,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     Raises:
         GradalignError: If the file is of another kind, cut short, or longer than its header says.
     """
-    content = read_bytes(path)
+    content = read_bytes(path, _MOST_ARRAY)
     header = 4 + 4 * dimensions
     if len(content) < header:
         raise GradalignError(f"{path} is cut short: {len(content)} bytes are not even its header")

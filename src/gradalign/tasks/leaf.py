@@ -48,12 +48,30 @@ def _windows(data: Any, where: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8
     return _encode("".join(x), where).reshape(-1, SEQUENCE), _encode("".join(y), where)
 
 
+def window_starts(letters: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return where in its text each window begins, given windows with the letter that follows, in the text's order.
+
+    A window begins as much later as the one before it must be moved to agree with it. Windows that agree at no shift
+    are taken for neighbours in the text.
+    """
+    length = letters.shape[1]
+    steps = np.full(max(len(letters) - 1, 0), length, np.int64)
+    open_ = np.arange(len(steps))
+    for shift in range(1, length):
+        agree = (letters[open_, shift:] == letters[open_ + 1, : length - shift]).all(axis=1)
+        steps[open_[agree]] = shift
+        open_ = open_[~agree]
+        if not len(open_):
+            break
+    return np.concatenate([[0], np.cumsum(steps)])[: len(letters)]
+
+
 def _load(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(read_bytes(path))
-    except ValueError as error:
-        if isinstance(error, GradalignError):
-            raise
+    except GradalignError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise GradalignError(f"{path} is cut short or not JSON: {error}") from None
     if not isinstance(content, Mapping) or not isinstance(content.get("user_data"), Mapping):
         raise GradalignError(f'{path} is not a LEAF file: it has no "user_data"')
@@ -73,7 +91,7 @@ def read_shakespeare(paths: Sequence[Path]) -> tuple[list[str], dict[str, NDArra
 
     Returns:
         The users in the order of the files, and arrays: ``x`` (N, 80) and ``y`` (N,) letter codes, ``owner`` (N,) the
-        number of the user in that order.
+        number of the user in that order, ``start`` (N,) where in the user's text each window begins.
 
     Raises:
         GradalignError: If a file is not of this form, or counts other windows than it has.
@@ -96,7 +114,13 @@ def read_shakespeare(paths: Sequence[Path]) -> tuple[list[str], dict[str, NDArra
     if not sum(len(y) for y in ys):
         raise GradalignError(f"{paths[0].parent if paths else 'nowhere'}: there are no windows of text")
     owner = np.repeat(np.arange(len(users), dtype=np.int32), [len(y) for y in ys])
-    return users, {"x": np.concatenate(xs), "y": np.concatenate(ys), "owner": owner}
+    starts = [window_starts(np.concatenate([x, y[:, None]], axis=1)) for x, y in zip(xs, ys, strict=True)]
+    return users, {
+        "x": np.concatenate(xs),
+        "y": np.concatenate(ys),
+        "owner": owner,
+        "start": np.concatenate(starts).astype(np.int32),
+    }
 
 
 def _twice(names: list[str]) -> str:

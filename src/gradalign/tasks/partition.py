@@ -188,14 +188,17 @@ def custom(examples: int, lists: Sequence[Sequence[int]] | str | Path) -> list[R
             lists = json.loads(Path(lists).read_text(encoding="utf-8"))
         except OSError as error:
             raise GradalignError(f"task.parts: cannot read {error.filename}: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GradalignError(f"task.parts: {lists} is not JSON: {error}") from None
     if not isinstance(lists, Sequence) or not lists:
         raise GradalignError("task.parts must be a list of lists of row numbers, one list per client")
     parts: list[Rows] = []
     seen = np.zeros(examples, bool)
     for client, part in enumerate(lists):
-        rows = np.asarray(part)
+        try:
+            rows = np.asarray(part)
+        except ValueError:  # lists of several lengths
+            rows = np.empty((0, 0))
         if rows.ndim != 1 or not len(rows) or rows.dtype.kind not in "iu":
             raise GradalignError(f"task.parts: client {client} needs a list of one or more row numbers")
         if rows.min() < 0 or rows.max() >= examples:

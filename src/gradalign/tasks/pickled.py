@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import lzma
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 
 from gradalign.errors import GradalignError
 
-_MOST_BYTES = 1 << 30  # the largest such file has 155 MB
+_MOST_BYTES = 1 << 28  # the largest such file has 155 MB
+_MOST_OPERATIONS = 2_000_000  # the largest such file has a few hundred thousand
 
 
 class _ByteType:
@@ -40,56 +42,80 @@ class _Array:
 
     value: NDArray[np.uint8] | None = None
 
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
+
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, raw = state
         if fortran or not isinstance(kind, _ByteType):
             raise pickle.UnpicklingError("an array of an unusual layout")
-        raw = raw.encode("latin1") if isinstance(raw, str) else bytes(raw)
+        raw = self._reader.encode(raw) if isinstance(raw, str) else raw
+        if not isinstance(raw, bytes | bytearray):
+            raise pickle.UnpicklingError("an array without bytes")
         self.value = np.frombuffer(raw, np.uint8).reshape([int(side) for side in shape])
 
 
-def _reconstruct(kind: Any, *_: Any) -> _Array:
-    if kind is not _ArrayKind:
-        raise pickle.UnpicklingError("an array of an unusual class")
-    return _Array()
-
-
-def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any) -> _Array:
-    array = _Array()
-    array.__setstate__((1, shape, kind, order != "C", buffer))
-    return array
-
-
-def _encode(text: Any, encoding: Any = "latin1") -> bytes:
-    if not isinstance(text, str) or encoding != "latin1":
-        raise pickle.UnpicklingError("text of an unusual encoding")
-    return text.encode("latin1")
-
-
-_STAND_INS: dict[tuple[str, str], Any] = {
-    ("numpy", "dtype"): _ByteType,
-    ("numpy", "ndarray"): _ArrayKind,
-    ("_codecs", "encode"): _encode,
-}
-for _module in ("numpy.core", "numpy._core"):
-    _STAND_INS[f"{_module}.multiarray", "_reconstruct"] = _reconstruct
-    _STAND_INS[f"{_module}.numeric", "_frombuffer"] = _from_buffer
-
-
 class _Reader(pickle.Unpickler):
+    """Builds nothing but strings, numbers, lists and arrays, and no more of them than such a file has bytes for."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content), encoding="latin1")
+        self._left = 2 * len(content)  # bytes that texts may be turned into
+        self._stand_ins: dict[tuple[str, str], Any] = {
+            ("numpy", "dtype"): _ByteType,
+            ("numpy", "ndarray"): _ArrayKind,
+            ("_codecs", "encode"): self.encode,
+        }
+        for module in ("numpy.core", "numpy._core"):
+            self._stand_ins[f"{module}.multiarray", "_reconstruct"] = self._reconstruct
+            self._stand_ins[f"{module}.numeric", "_frombuffer"] = self._from_buffer
+
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name, or stop at a name that has none."""
         try:
-            return _STAND_INS[module, name]
+            return self._stand_ins[module, name]
         except KeyError:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no such file needs") from None
 
+    def encode(self, text: Any, encoding: Any = "latin1") -> bytes:
+        """Stand in for codecs.encode."""
+        if not isinstance(text, str) or encoding != "latin1":
+            raise pickle.UnpicklingError("text of an unusual encoding")
+        self._left -= len(text)
+        if self._left < 0:
+            raise pickle.UnpicklingError("it repeats its content over and over")
+        return text.encode("latin1")
+
+    def _reconstruct(self, kind: Any, *_: Any) -> _Array:
+        if kind is not _ArrayKind:
+            raise pickle.UnpicklingError("an array of an unusual class")
+        return _Array(self)
+
+    def _from_buffer(self, buffer: Any, kind: Any, shape: Any, order: Any) -> _Array:
+        array = _Array(self)
+        array.__setstate__((1, shape, kind, order != "C", buffer))
+        return array
+
+
+def _survey(content: bytes) -> None:
+    """Go over a pickle's operations without carrying any out, and stop at what would take memory for nothing.
+
+    Python's reader makes room for as many bytes as an operation declares and for as many memo places as it names,
+    before it looks whether they are there.
+    """
+    try:
+        for count, (operation, argument, _) in enumerate(pickletools.genops(content)):
+            if count >= _MOST_OPERATIONS:
+                raise pickle.UnpicklingError(f"it has more than {_MOST_OPERATIONS:,} operations")
+            if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= count + 1:
+                raise pickle.UnpicklingError(f"it numbers its {count}th operation {argument}")
+    except ValueError as error:
+        raise pickle.UnpicklingError(str(error)) from None
+
 
 def _content(path: Path) -> bytes:
-    if path.suffix != ".xz":
-        return path.read_bytes()
     try:
-        with lzma.open(path) as file:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except (EOFError, lzma.LZMAError) as error:
         raise GradalignError(f"{path} is cut short or damaged: {error}") from None
@@ -113,7 +139,9 @@ def read_batch(path: Path, label_key: str, classes: int) -> tuple[NDArray[np.uin
         GradalignError: If the file is not such a batch, or is a pickle that holds anything else.
     """
     try:
-        batch = _Reader(io.BytesIO(_content(path)), encoding="latin1").load()
+        content = _content(path)
+        _survey(content)
+        batch = _Reader(content).load()
     except GradalignError:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything

@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
-from gradalign.errors import ClientError, GradalignError
+from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream
-from gradalign.tasks.data import Examples, PartitionedClients, as_examples
+from gradalign.tasks.data import Examples, PartitionedClients, as_examples, example_count
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -54,6 +56,21 @@ def plain_value(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
+def _require_whole(model: nn.Module) -> None:
+    """Refuse a model with lazy layers that have not seen a batch yet, or whose state cannot be read."""
+    states = (*model.named_parameters(), *model.named_buffers())
+    lazy = next((name for name, value in states if is_lazy(value)), None)
+    if lazy is not None:
+        raise GradalignError(
+            f"the model's {lazy} has no shape yet, as in nn.LazyLinear; give its sizes, or let the function that makes "
+            "the model run one batch through it"
+        )
+    try:
+        model.state_dict()
+    except Exception as error:  # a get_extra_state or a hook of the user's own
+        raise ClientError(f"the model's state cannot be read: {type(error).__name__}: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What is trained and on whose data.
@@ -70,6 +87,9 @@ class Task:
         accuracy: ``accuracy(outputs, targets)`` gives the batch's mean accuracy, or None where it has none.
         scored_on: What the test examples are called in the metrics: "validation" where ``hold_out`` put held-out
             training examples in their place.
+        groups: Which examples belong together, where some do: one entry per client with, for each of its examples, a
+            whole number, a name, or a pair (first, last) of whole numbers. ``hold_out`` never puts examples that share
+            a number on both sides: pictures of one patient, or windows of text, whose pairs are the letters they cover.
         name: The task's name in run folders and tables.
         facts: Anything worth printing beside the results, such as the partition or the size of a subset.
     """
@@ -82,23 +102,37 @@ class Task:
     augment: Callable[[Any], Any] | None = None
     accuracy: Callable[[Any, Any], Tensor | float | None] = share_correct
     scored_on: Literal["test", "validation"] = "test"
+    groups: Sequence[Any] | None = None
     name: str = "custom"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if not hasattr(self.clients, "__len__") or not hasattr(self.clients, "__getitem__"):
             raise GradalignError(f"Task.clients must be a sequence with one entry per client, got {self.clients!r}")
         if len(self.clients) == 0:
             raise GradalignError(f"the task {self.name} has no clients")
+        if self.groups is not None and (not hasattr(self.groups, "__len__") or len(self.groups) != len(self.clients)):
+            raise GradalignError(
+                f"Task.groups must be a sequence with one entry for each of {len(self.clients)} clients"
+            )
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
-        if isinstance(self.clients, PartitionedClients):
-            empty = np.flatnonzero(self.clients.sizes() == 0)
-        elif isinstance(self.clients, list | tuple):
-            empty = np.array([i for i in range(len(self.clients)) if len(as_examples(self.clients[i])) == 0])
-        else:
-            return
+        empty = [] if self.sizes is None else np.flatnonzero(self.sizes == 0).tolist()
         if len(empty):
             raise GradalignError(f"client {empty[0]} of the task {self.name} has no examples; every client needs some")
+
+    def _check_kinds(self) -> None:
+        """Refuse what is not of the kind that a field needs."""
+        functions = {name: getattr(self, name) for name in ("model", "loss", "predict", "accuracy", "augment")}
+        for name, given in functions.items():
+            if not callable(given) and not (name == "augment" and given is None):
+                raise GradalignError(f"Task.{name} must be a function, got {given!r}")
+        if self.scored_on not in ("test", "validation"):
+            raise GradalignError(f'Task.scored_on must be "test" or "validation", got {self.scored_on!r}')
+        if not isinstance(self.name, str):
+            raise GradalignError(f"Task.name must be a text, got {self.name!r}")
+        if not isinstance(self.facts, Mapping):
+            raise GradalignError(f"Task.facts must be a dictionary, got {self.facts!r}")
 
     def client(self, index: int, seed: int = 0) -> Examples:
         """Return one client's examples; a sequence that makes them on demand draws from a stream of its own."""
@@ -112,6 +146,15 @@ class Task:
         return examples
 
     @cached_property
+    def sizes(self) -> NDArray[np.int64] | None:
+        """The number of examples of every client; None where they are made on demand. Counted once."""
+        if isinstance(self.clients, PartitionedClients):
+            return self.clients.sizes()
+        if isinstance(self.clients, list | tuple):
+            return np.array([example_count(entry) for entry in self.clients], np.int64)
+        return None
+
+    @cached_property
     def test_examples(self) -> Examples | None:
         """The test examples behind one interface."""
         examples = None if self.test is None else as_examples(self.test)
@@ -120,10 +163,11 @@ class Task:
     def make_model(self, seed: int, device: torch.device | str = "cpu") -> nn.Module:
         """Make the model from this seed, in training mode."""
         if isinstance(self.model, nn.Module):
+            _require_whole(self.model)
             model = copy.deepcopy(self.model)
         else:
             try:
-                with global_stream(seed, Purpose.INIT):
+                with global_stream(seed, Purpose.INIT), no_exit(f"the model of the task {self.name}"):
                     model = self.model()
             except GradalignError:
                 raise
@@ -132,6 +176,7 @@ class Task:
                 raise ClientError(message) from error
         if not isinstance(model, nn.Module):
             raise GradalignError(f"Task.model must make a torch.nn.Module, got {type(model).__name__}")
+        _require_whole(model)
         try:
             return model.to(device).train()
         except (RuntimeError, AssertionError) as error:
@@ -140,12 +185,8 @@ class Task:
     def describe(self) -> dict[str, Any]:
         """Return counts and facts for summaries."""
         counts: dict[str, Any] = {"name": self.name, "clients": len(self.clients)}
-        if isinstance(self.clients, PartitionedClients | list | tuple):
-            sizes = (
-                self.clients.sizes()
-                if isinstance(self.clients, PartitionedClients)
-                else np.array([len(as_examples(c)) for c in self.clients])
-            )
+        sizes = self.sizes
+        if sizes is not None:
             counts["train_examples"] = int(sizes.sum())
             counts["examples_per_client"] = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
         counts["test_examples"] = 0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradalign.batches import map_tensors
 from gradalign.tasks.task import Task
 
 
@@ -22,14 +23,8 @@ class _Objective(nn.Module):
         return self.task.loss(*self.task.predict(self.model, batch))
 
 
-def _double(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: _double(value) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [_double(value) for value in batch]
-    return batch
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 class Calculus:
@@ -42,7 +37,7 @@ class Calculus:
         self._objective = _Objective(task, task.make_model(seed).double())
         self._trained = [(n, p.shape) for n, p in self._objective.named_parameters() if p.requires_grad]
         every = [task.client(i) for i in range(len(task.clients))]
-        self._batches = [_double(examples.batch(torch.arange(len(examples)))) for examples in every]
+        self._batches = [map_tensors(_double, examples.batch(torch.arange(len(examples)))) for examples in every]
 
     def loss(self, x: Tensor, client: int) -> Tensor:
         """Return f_i(x)."""

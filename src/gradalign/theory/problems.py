@@ -128,7 +128,9 @@ def users_task(task: Task, *, seed: int = 0, clients: int = 4, examples: int = 3
     probe = Probe(task, clients=range(min(clients, len(task.clients))), examples=examples, seed=seed)
     model = copy.deepcopy(task.make_model(seed)).double()
     name = ", ".join([task.name, *sorted(_make_smooth(model))])
-    return replace(task, model=model, clients=[probe.examples(client) for client in probe.clients], name=name)
+    return replace(
+        task, model=model, clients=[probe.examples(client) for client in probe.clients], groups=None, name=name
+    )
 
 
 class Arena:
