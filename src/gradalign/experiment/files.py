@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -19,9 +20,33 @@ TENSORBOARD, WANDB = "tensorboard", "wandb"
 """The trackers' own folders."""
 
 
+_TAKEN = {SPEC, METRICS, CHECKPOINT, SUMMARY, MODEL, HOLDINGS, FAILURE, COMPARISON, CURVES, REPORT, SWEEP, TRIALS}
+_TAKEN |= {TENSORBOARD, WANDB}
+_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
+"""Names that some systems keep for themselves, whatever comes after a dot."""
+_MARKED = re.compile(r".*-[0-9a-f]{10}")
+_LONGEST_NAME = 100  # in bytes; systems stop at 255
+
+
+def readable_name(text: str, otherwise: str = "unnamed") -> str:
+    """Return text as a file or folder may be called anywhere: one step inside its folder, never hidden or overlong.
+
+    Different texts may get one name.
+    """
+    letters = re.sub(r"[^\w.+=,-]+", "-", text).strip("-.")
+    name = letters.encode("utf-8", errors="replace")[:_LONGEST_NAME].decode("utf-8", errors="ignore").rstrip("-.")
+    return f"_{name}" if _DEVICES.fullmatch(name) or name in _TAKEN else name or otherwise
+
+
 def safe_name(text: str) -> str:
-    """Return text as a file or folder may be called; a comparison's entry names its folder so."""
-    return re.sub(r"[^\w.+-]+", "-", text)
+    """Return the name of the folder that belongs to a text: a readable one, and different texts have different ones.
+
+    A text that can be a name is its own; any other is made one and marked by its digest.
+    """
+    name = readable_name(text)
+    if name == text and not _MARKED.fullmatch(text):
+        return name
+    return f"{name}-{hashlib.sha256(text.encode('utf-8', errors='backslashreplace')).hexdigest()[:10]}"
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

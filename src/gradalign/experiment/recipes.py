@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import SERVER_RULES, accepted_parameters, algorithm_names
+from gradalign.experiment.files import readable_name
 from gradalign.experiment.scale import apply_scale
 from gradalign.experiment.spec import (
     AlgorithmSpec,
@@ -167,7 +167,7 @@ def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:
     """
     if out is not None:
         return out
-    name = re.sub(r"[^\w.+-]+", "-", name) or "run"
+    name = readable_name(name, "run")
     base = Path("runs") / name
     numbered = [base] + [base.with_name(f"{name}-{n}") for n in range(2, 10_000)]
     taken = next(i for i, path in enumerate(numbered) if not path.exists())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradalign.experiment.files import safe_name
+from gradalign.experiment.files import readable_name
 from gradalign.report.experiments import Experiment, Group
 
 _TABLES = ("task", "algorithm", "server", "local", "clients", "measure")
@@ -24,7 +24,7 @@ class Repeat:
 
 def how_to_repeat(experiment: Experiment) -> Repeat:
     """Return the recipe that gives these runs again, and the commands."""
-    file_name = (safe_name(experiment.name).strip("-.") or "experiment") + ".toml"
+    file_name = readable_name(experiment.name, "experiment") + ".toml"
     recipe = _recipe(experiment)
     if recipe is None:
         return Repeat(recipe=None, file_name=file_name, commands=())
