@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradalign.errors import GradalignError, LostRankError
+from gradalign.errors import GradalignError, LostRankError, shown_text
 from gradalign.launch import rank, under_torchrun
 
 Settings = Annotated[
@@ -66,10 +66,11 @@ def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print one line to standard error."""
-    print(" ".join(text.split()), file=sys.stderr, flush=True)
+    """Print one line to standard error; names in it cannot command the terminal."""
+    print(shown_text(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
 def print_json(data: Any) -> None:
-    """Print for programs."""
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    """Print for programs; what a terminal could obey is written as JSON's escapes."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, default=str)
+    print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))

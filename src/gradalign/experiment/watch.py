@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.follow import Followed
-from gradalign.experiment.foreign import shown_text
+from gradalign.experiment.foreign import ABSURD, shown_text
 from gradalign.experiment.textplot import Curve, plot
 from gradalign.experiment.watched import Watched
 
@@ -32,8 +32,6 @@ _PANELS = (
 )
 _LOG = ("test_loss", "validation_loss", "train_loss", "r", "drift")
 _RECENT = 20
-_ABSURD = 1e100
-"""What no axis has room for; NaN is not below it either."""
 _LOWEST = 7
 """Rows that a plot needs to be of use."""
 
@@ -132,7 +130,7 @@ class Frame:
         """Return the frame's lines: a header, the plots, the legend with each run's numbers."""
         runs = self.watched.runs
         if not runs:
-            return [Text(f"waiting for a run in {self.watched.folder} …")]
+            return [Text(shown_text(f"waiting for a run in {self.watched.folder} …"))]
         header = self._header(width)[: max(2, height // 3)]
         styles = self._styles()
         room = max(2, 2 * (height - len(header)) // 5)  # the pictures are what one comes for
@@ -154,6 +152,7 @@ class Frame:
         advice = watched.advice()
         notes = [f"nobody is writing here; {advice}"] if advice else []
         notes += [f"{run.label}: {run.reason}" for run in runs if run.reason][:3]
+        notes = [shown_text(note) for note in notes]
         if self.full_height:  # elsewhere lines may be long, and a command is best copied whole
             notes = [line for note in notes for line in textwrap.wrap(note, width, break_on_hyphens=False)]
         return [title, *(Text(note, style="red") for note in notes)]
@@ -223,7 +222,7 @@ class Frame:
 def _points(run: Followed, column: str) -> Iterator[tuple[float, float]]:
     for row in run.rows:
         value = row.get(column)
-        if isinstance(value, int | float) and abs(value) < _ABSURD:
+        if isinstance(value, int | float) and abs(value) < ABSURD:
             yield float(row["round"]), float(value)
 
 
