@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradalign._version import __version__
@@ -151,7 +149,7 @@ def execute(
     restored = folder.restore() if folder is not None else None
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)
-    _same_model(state, initial)
+    _check_state(state, initial, federation, rounds)
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
     if on_begin is not None:
         on_begin(list(rows))
@@ -187,12 +185,12 @@ def execute(
     summary = summarise(rows, federation, measure) | dict(notes or {})
     model = _model(federation, state)
     if folder is not None:
-        folder.finish(model.state_dict(), summary)
+        summary = folder.finish(model.state_dict(), summary)
     return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
 
 
-def _same_model(state: ServerState, initial: ServerState) -> None:
-    """Refuse a checkpoint of another model."""
+def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:
+    """Refuse a checkpoint of another model, or one that lacks what the algorithm or the server's rule goes on with."""
     for name, what in (("x", "parameters"), ("floats", "float buffers"), ("ints", "integer buffers")):
         stored, wanted = getattr(state.point, name), getattr(initial.point, name)
         if stored.shape != wanted.shape or stored.dtype != wanted.dtype:
@@ -200,6 +198,16 @@ def _same_model(state: ServerState, initial: ServerState) -> None:
                 f"the checkpoint holds a model with {stored.numel()} {what} ({stored.dtype}), "
                 f"the task's has {wanted.numel()} ({wanted.dtype})"
             )
+    if not 0 <= state.round <= rounds:
+        raise GradalignError(f"the checkpoint is of round {state.round}, the run has {rounds}")
+    if state.totals.local_updates == 0:  # nobody has reported yet, so nothing is remembered
+        return
+    nothing = torch.zeros(1, dtype=torch.float64)
+    remembered = set(federation.algorithm.server.step(nothing, nothing, {})[1])
+    keepers = {part.label for part in federation.algorithm.keepers}
+    missing = (remembered - set(state.memory)) | (keepers - set(state.shared)) | (keepers - set(state.kept))
+    if missing:
+        raise GradalignError(f"the checkpoint lacks what {federation.algorithm.label} remembers: {min(missing)}")
 
 
 def _model(federation: Federation, state: ServerState) -> nn.Module:
@@ -211,10 +219,10 @@ def _model(federation: Federation, state: ServerState) -> nn.Module:
 def _finished(federation: Federation, folder: RunFolder) -> Result:
     """Return the result of a run that is complete already."""
     model = federation.task.make_model(federation.seed)
+    tensors, rows = folder.finished()
     try:
-        model.load_state_dict(load_file(folder.path / MODEL))
-    except (RuntimeError, OSError, SafetensorError) as error:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
         first = str(error).strip().splitlines()[0]
         raise GradalignError(f"{folder.path / MODEL} does not fit the task's model: {first}") from None
-    rows = read_metrics(folder.path)
     return Result(history=_columns(rows), summary=folder.summary or {}, model=model.eval(), folder=folder.path)
