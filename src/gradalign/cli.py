@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from rich.console import Console
 from gradalign import data_cli, report_cli, sweep_cli, theory_cli, watch_cli
 from gradalign._version import __version__
 from gradalign.command import AsJson, DataDir, Settings, UserTask, plain_errors, print_json
+from gradalign.entry import main
 from gradalign.errors import GradalignError
 from gradalign.launch import under_torchrun
 
@@ -191,14 +191,6 @@ theory_cli.register(app)
 data_cli.register(app)
 report_cli.register(app)
 watch_cli.register(app)
-
-
-def main() -> None:
-    """Run the command line."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show ± shows ? and goes on
-    app()
 
 
 if __name__ == "__main__":

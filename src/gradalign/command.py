@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gradalign import stopping
 from gradalign.errors import GradalignError, LostRankError, shown_text
 from gradalign.launch import rank, under_torchrun
 
@@ -29,20 +29,10 @@ DataDir = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, treated like Ctrl-C: a checkpoint is kept and workers end."""
-
-
-def _terminate(*_: object) -> None:
-    raise _Terminated
-
-
 @contextmanager
 def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
     """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
-    before = None
-    with suppress(ValueError):  # not the main thread: signals are someone else's
-        before = signal.signal(signal.SIGTERM, _terminate)
+    stopping.advise(resume_hint)
     try:
         yield
     except GradalignError as error:
@@ -52,17 +42,15 @@ def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
             say(f"error: {error}{hint}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:
-        terminated = isinstance(stop, _Terminated)
+        stopping.answer()
+        terminated = isinstance(stop, stopping.Terminated)
         why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
         if rank() == 0:
             say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
-        raise typer.Exit(143 if terminated else 130) from None
+        raise typer.Exit(stopping.exit_code(stop)) from None
     except OSError as error:
         say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         raise typer.Exit(2) from None
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)  # from here on there is nothing left to tidy up
 
 
 def say(text: str) -> None:

@@ -32,6 +32,7 @@ from gradalign.flat import FlatModel
 from gradalign.launch import under_torchrun
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
+from gradalign.stopping import at_stake
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
@@ -243,6 +244,7 @@ def conduct(
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
             if folder.summary is None:
                 folder.note_holdings(holdings_note(federation.task))
+        stack.enter_context(at_stake())
         began: list[Callable[[Row], None]] = []
 
         def begin(rows: list[Row]) -> None:

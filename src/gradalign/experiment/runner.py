@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradalign import stopping
 from gradalign._version import __version__
 from gradalign.engines import Engine, RemoteEngine
 from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
@@ -173,19 +174,22 @@ def execute(
             # The measuring pass sees whole clients; it stands in for the gradient phase when that does too.
             reusable = known if federation.local.gradient_examples is None else {}
             after, facts = _play_patiently(federation, engine, state, reusable)
+            stopping.stop_if_asked()  # a round in which somebody swallowed the interrupt may be anything: not taken
             note(after, facts)
             state = after
             if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
     except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
+        stopping.answer()
         if folder is not None and rows:
             folder.save_checkpoint(state, time.monotonic() - began)
         raise
     summary = summarise(rows, federation, measure) | dict(notes or {})
     model = _model(federation, state)
     if folder is not None:
-        summary = folder.finish(model.state_dict(), summary)
+        with stopping.held():
+            summary = folder.finish(model.state_dict(), summary)
     return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
 
 

@@ -18,6 +18,8 @@ from gradalign.experiment.follow import Followed
 from gradalign.experiment.foreign import ABSURD, shown_text
 from gradalign.experiment.textplot import Curve, plot
 from gradalign.experiment.watched import Watched
+from gradalign.stopping import at_stake
+from gradalign.streams import output_is_lost
 
 # Blue, orange, green, magenta, amber, teal and grey of the 256: of a brightness that both dark and light screens show.
 COLOURS = tuple(f"color({number})" for number in (33, 166, 35, 170, 172, 37, 244))
@@ -266,8 +268,8 @@ def watch(folder: Path, console: Console, *, interval: float, timeout: float | N
     patience = Patience(timeout)
     watched.poll()
     try:
-        with Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
-            while not watched.ended:
+        with at_stake(), Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
+            while not watched.ended and not output_is_lost():
                 live.refresh()
                 patience.look(watched)
                 time.sleep(interval)
