@@ -23,6 +23,10 @@ UserTask = Annotated[
     str | None,
     typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
 ]
+TrustTask = Annotated[
+    bool,
+    typer.Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code."),
+]
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
 ]

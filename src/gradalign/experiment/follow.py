@@ -22,6 +22,7 @@ from gradalign.experiment.foreign import (
     row_of,
     shown_text,
 )
+from gradalign.experiment.trust import is_outside, task_name
 
 COLUMNS = (
     "round",
@@ -210,4 +211,7 @@ class Followed:
         """Return what to type, or to call, to go on with this run."""
         if "name" not in self.spec:  # made from Python objects: the folder cannot make them again
             return f'call gradalign.run again with out="{self.folder}", resume=True'
-        return shlex.join(["gradalign", "run", str(self.folder / SPEC), "--out", str(self.folder), "--resume"])
+        options = ["--out", str(self.folder), "--resume"]
+        if is_outside(task_name(self.spec)):  # anybody's code: only whoever knows the recipe should run it
+            return f"gradalign run RECIPE {shlex.join(options)} (RECIPE and options as before)"
+        return shlex.join(["gradalign", "run", str(self.folder / SPEC), *options])

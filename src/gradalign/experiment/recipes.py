@@ -29,6 +29,7 @@ from gradalign.experiment.spec import (
 )
 from gradalign.experiment.tracking import Trackers
 from gradalign.experiment.tracking_spec import TrackingSpec, make_trackers, take_tracking
+from gradalign.experiment.trust import require_trust
 from gradalign.server import ServerRule
 
 _Table = TypeVar("_Table", bound=Section)
@@ -124,10 +125,18 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None, task: str | None = None) -> Recipe:
+def load_recipe(
+    name: str,
+    settings: Iterable[str] = (),
+    seed: int | None = None,
+    task: str | None = None,
+    *,
+    trust_task: bool = False,
+) -> Recipe:
     """Read a recipe by file or by shipped name, with settings laid over it.
 
-    Another ``task`` takes the place of the recipe's own, whose settings and paper's numbers would not fit it.
+    Another ``task`` takes the place of the recipe's own, whose settings and paper's numbers would not fit it. A recipe
+    that lies in a run folder may name a task outside this package only with ``trust_task``.
     """
     shipped = shipped_recipes()
     path = Path(name)
@@ -143,6 +152,8 @@ def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None
     changes = parse_settings(settings)
     if seed is not None:
         changes["seed"] = seed
+    if not trust_task:
+        require_trust(path, data, changes, task)
     compare = _command_table(CompareSpec, "compare", data, changes, path.name)
     sweep = _command_table(SweepSpec, "sweep", data, changes, path.name)
     data.setdefault("name", path.stem)
