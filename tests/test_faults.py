@@ -1,0 +1,39 @@
+"""A few of the trials of ``python -m tests.faults``, on the law that every command keeps whatever is done to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.__main__ import KINDS, attempt
+from faults.bench import Bench, SkippedError
+
+FEW = {
+    "start": 5,
+    "kill": 3,
+    "signals": 4,
+    "folders": 24,
+    "recipes": 12,
+    "data": 10,
+    "names": 4,
+    "traps": 6,
+    "streams": 4,
+    "disk": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    bench = Bench(tmp_path_factory.mktemp("faults"))
+    yield bench
+    bench.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commands_keep_the_law(bench, kind):
+    for number in range(FEW[kind]):
+        try:
+            found = attempt(bench, kind, number, seed=1)
+        except SkippedError as why:
+            pytest.skip(str(why))
+        again = f"python -m tests.faults --seed 1 --only {kind} --trial {number}"
+        assert not found, "\n".join([*found, *bench.log, f"again: {again}"])
