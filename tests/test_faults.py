@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from faults.__main__ import KINDS, attempt
-from faults.bench import Bench, SkippedError
+from faults.bench import Bench, SkippedError, hear_ctrl_c
 
 FEW = {
     "start": 5,
@@ -23,6 +23,7 @@ FEW = {
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
+    hear_ctrl_c()
     bench = Bench(tmp_path_factory.mktemp("faults"))
     yield bench
     bench.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from . import ends, folders, machine, strangers
-from .bench import Bench, SkippedError
+from .bench import Bench, SkippedError, hear_ctrl_c
 
 KINDS: dict[str, tuple[Callable[[Bench, Random], list[str]], int]] = {
     "start": (ends.start, 60),
@@ -98,6 +98,7 @@ def main() -> int:
     parser.add_argument("--trial", type=int, help="this one alone")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
+    hear_ctrl_c()
     todo: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     for kind in given.only:
         trials = KINDS[kind][1] if given.trials is None else given.trials

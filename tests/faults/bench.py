@@ -63,6 +63,20 @@ class Outcome:
     left: list[str] = field(default_factory=list)
 
 
+def hear_ctrl_c() -> None:
+    """Let the commands started from here take SIGINT as in a terminal, also when this process runs in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def send(pid: int, number: signal.Signals, *, to_group: bool = False) -> None:
+    """Send a signal to a process that has just been started, if it is still there."""
+    with suppress(ProcessLookupError):
+        while to_group and os.getpgid(pid) != pid:
+            time.sleep(0.001)
+        (os.killpg if to_group else os.kill)(pid, number)
+
+
 def processes_of(session: int) -> list[str]:
     """Return the processes of a session that are alive."""
     found = []
@@ -126,6 +140,7 @@ class Bench:
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "200",
             "NO_COLOR": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
             "GRADALIGN_CACHE": str(self.root / "cache"),
             "GRADALIGN_DATA": str(self.root / "data"),
         }
@@ -152,7 +167,6 @@ class Bench:
                 stdout=out_file,
                 stderr=err_file,
                 start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # also where tests run in background
             )
             if interfere is not None:
                 interfere(process)
@@ -253,7 +267,7 @@ class Bench:
                 until = time.monotonic() + LIMIT
                 while not (rows.exists() and rows.read_bytes().count(b"\n") > 12) and time.monotonic() < until:
                     time.sleep(0.001)
-                os.kill(pid, signal.SIGKILL)
+                send(pid, signal.SIGKILL)
 
             for _ in range(20):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 from random import Random
 
-from .bench import Bench, Outcome, some_algorithm
+from .bench import Bench, Outcome, send, some_algorithm
 from .law import broken, differing
 
 CODES = {signal.SIGTERM: (143, -15), signal.SIGINT: (130, -2)}
@@ -48,7 +47,7 @@ def kill(bench: Bench, rng: Random) -> list[str]:
 
         def interfere(pid: int, moment: float = moment) -> None:
             time.sleep(moment)
-            os.kill(pid, signal.SIGKILL)
+            send(pid, signal.SIGKILL)
 
         outcome = bench.run(*words, interfere=interfere)
         found = broken(outcome, (0, -signal.SIGKILL))
@@ -63,12 +62,12 @@ def signals(bench: Bench, rng: Random) -> list[str]:
     words = _words(bench, algorithm, folder, rng)
     usual = _usual(bench, fresh=False)
     end, moment = rng.choice(list(CODES)), rng.uniform(0, usual)
-    send, times = rng.choice([os.kill, os.killpg]), rng.choice([1, 1, 2])
+    to_group, times = rng.random() < 0.5, rng.choice([1, 1, 2])
 
     def interfere(pid: int) -> None:
-        time.sleep(0.01 + moment)  # the copy becomes the leader of a group first
+        time.sleep(moment)
         for _ in range(times):
-            send(pid, end)
+            send(pid, end, to_group=to_group)
 
     outcome = bench.run(*words, interfere=interfere)
     complete = outcome.code == 0 and not outcome.err
@@ -107,7 +106,9 @@ def start(bench: Bench, rng: Random) -> list[str]:
         time.sleep(moment)
         late = process.poll() is not None
         if not late:
-            (os.killpg if to_group else os.kill)(process.pid, end)
+            send(process.pid, end, to_group=to_group)
+            time.sleep(0.05)
+            late = process.poll() == 0  # it was leaving already
 
     outcome = bench.fresh(*words, interfere=interfere)
     bench.log.append(f"signal {end.name} after {moment:.3f} s of {usual:.1f}{', to the group' if to_group else ''}")
