@@ -64,7 +64,7 @@ class Outcome:
 
 
 def hear_ctrl_c() -> None:
-    """Let the commands started from here take SIGINT as in a terminal, also when this process runs in the background."""
+    """Let the commands started from here take SIGINT as in a terminal, also when this one runs in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -225,15 +225,22 @@ class Bench:
             "environment": dict(environment or {}),
         }
         assert ready.stdin is not None
-        ready.stdin.write(json.dumps(request).encode() + b"\n")
-        pid = int(self._line(None) or 0)
-        if interfere is not None:
-            interfere(pid)
-        code = self._line(LIMIT)
-        ended = code is not None
-        if code is None:
-            os.kill(pid, signal.SIGKILL)
-            code = self._line(None)
+        try:
+            ready.stdin.write(json.dumps(request).encode() + b"\n")
+            pid = int(self._line(None) or 0)
+            assert pid > 1
+            if interfere is not None:
+                interfere(pid)
+            code = self._line(LIMIT)
+            ended = code is not None
+            if code is None:
+                os.kill(pid, signal.SIGKILL)
+                code = self._line(None)
+        except BaseException:  # what it says next would be taken for the answer to something else
+            ready.kill()
+            ready.wait()
+            self._ready = None
+            raise
         left = left_by(pid)
         texts = [file.read_text(encoding="utf-8", errors="surrogateescape") for file in files]
         return Outcome(plain, int(code or 0), *texts, ended=ended, left=left)

@@ -146,7 +146,7 @@ def names(bench: Bench, rng: Random) -> list[str]:
 
 def _everything(root: Path, but: Path) -> set[Path]:
     found = {path for path in root.rglob("*") if but != path and but not in path.parents}
-    return {path for path in found if "__pycache__" not in path.parts}
+    return {path for path in found if "__pycache__" not in path.parts and path.name not in ("stdout", "stderr")}
 
 
 _TRAP = "from pathlib import Path\nPath({trace!r}).touch()\n\ndef make():\n    raise SystemExit(0)\n"
