@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+import gradalign as ga
+from conftest import blobs
 from faults.__main__ import KINDS, attempt
 from faults.bench import Bench, SkippedError, hear_ctrl_c
 
@@ -38,3 +42,9 @@ def test_commands_keep_the_law(bench, kind):
             pytest.skip(str(why))
         again = f"python -m tests.faults --seed 1 --only {kind} --trial {number}"
         assert not found, "\n".join([*found, *bench.log, f"again: {again}"])
+
+
+def test_a_program_of_ones_own_needs_no_standard_streams(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert ga.run(blobs(), ga.FedAvg(), rounds=1, workers=0).summary["rounds"] == 1

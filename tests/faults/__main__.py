@@ -19,11 +19,11 @@ from .bench import Bench, SkippedError, hear_ctrl_c
 
 KINDS: dict[str, tuple[Callable[[Bench, Random], list[str]], int]] = {
     "start": (ends.start, 60),
-    "kill": (ends.kill, 50),
-    "signals": (ends.signals, 80),
-    "folders": (folders.folders, 500),
+    "kill": (ends.kill, 40),
+    "signals": (ends.signals, 60),
+    "folders": (folders.folders, 400),
     "recipes": (strangers.recipes, 150),
-    "data": (strangers.data_files, 150),
+    "data": (strangers.data_files, 100),
     "names": (strangers.names, 40),
     "traps": (strangers.traps, 40),
     "streams": (machine.streams, 30),

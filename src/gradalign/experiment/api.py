@@ -233,7 +233,9 @@ def conduct(
     notes: Mapping[str, Any] | None = None,
 ) -> Result:
     """Open the run folder, start the engine, show progress, and run what is left to do."""
-    show = sys.stderr.isatty() if where.progress is None else where.progress
+    show = where.progress
+    if show is None:
+        show = sys.stderr is not None and sys.stderr.isatty()  # a program may have no standard error at all
     with ExitStack() as stack:
         # The engine first: when the folder is refused, the ranks are there to be told.
         engine = stack.enter_context(engine_maker())
