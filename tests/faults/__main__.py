@@ -45,8 +45,8 @@ def attempt(bench: Bench, kind: str, number: int, seed: int) -> list[str]:
 class Suite:
     """All trials, shared by a few threads with a bench each."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, seconds: float) -> None:
+        self.seed, self.began, self.seconds = seed, time.monotonic(), seconds
         self.tried: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.skipped: dict[str, str] = {}
@@ -55,7 +55,7 @@ class Suite:
     def work(self, root: Path, todo: queue.SimpleQueue[tuple[str, int]]) -> None:
         bench = Bench(root)
         try:
-            while True:
+            while time.monotonic() - self.began < self.seconds:
                 kind, number = todo.get_nowait()
                 if kind in self.skipped:
                     continue
@@ -80,7 +80,8 @@ class Suite:
             print(f"    {line}")
         print(f"    again: python -m tests.faults --seed {self.seed} --only {kind} --trial {number}", flush=True)
 
-    def print_table(self, seconds: float) -> None:
+    def print_table(self) -> None:
+        seconds = time.monotonic() - self.began
         print(f"\n{'kind':10} {'tried':>6} {'failed':>7}")
         for kind in KINDS:
             if kind in self.skipped:
@@ -96,22 +97,27 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--trials", type=int, help="how many of each kind")
     parser.add_argument("--trial", type=int, help="this one alone")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no trial after so many seconds")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     hear_ctrl_c()
+    numbers = {kind: range(KINDS[kind][1] if given.trials is None else given.trials) for kind in given.only}
+    if given.trial is not None:
+        numbers = {kind: range(given.trial, given.trial + 1) for kind in given.only}
     todo: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-    for kind in given.only:
-        trials = KINDS[kind][1] if given.trials is None else given.trials
-        for number in range(trials) if given.trial is None else [given.trial]:
-            todo.put((kind, number))
-    suite, began = Suite(given.seed), time.monotonic()
+    # All kinds side by side, so that a part of the time tries a part of each.
+    for _, kind, number in sorted(
+        (place / len(own), kind, own[place]) for kind, own in numbers.items() for place in range(len(own))
+    ):
+        todo.put((kind, number))
+    suite = Suite(given.seed, given.seconds)
     with tempfile.TemporaryDirectory(prefix="gradalign-faults-") as root:
         jobs = [threading.Thread(target=suite.work, args=(Path(root) / str(n), todo)) for n in range(given.jobs)]
         for job in jobs:
             job.start()
         for job in jobs:
             job.join()
-    suite.print_table(time.monotonic() - began)
+    suite.print_table()
     return 1 if suite.failed.total() else 0
 
 
