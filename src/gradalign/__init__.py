@@ -5,12 +5,12 @@ The names below are loaded when first used, so that ``import gradalign`` and ``g
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from gradalign._version import __version__
 
+TYPE_CHECKING = False  # type checkers know the name; importing typing for it would cost a command its first moments
 if TYPE_CHECKING:
+    from typing import Any
+
     from gradalign.algorithms import (
         FedAvg,
         FedDyn,
@@ -99,6 +99,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'gradalign' has no attribute '{name}'")
+    from importlib import import_module
+
     return getattr(import_module(home), name)
 
 

@@ -1,3 +1,4 @@
-from gradalign.cli import main
+from gradalign.entry import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,8 @@ from rich.console import Console
 
 from gradalign import data_cli, report_cli, sweep_cli, theory_cli, watch_cli
 from gradalign._version import __version__
-from gradalign.command import AsJson, DataDir, Device, Settings, UserTask, plain_errors, print_json
+from gradalign.command import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json
+from gradalign.entry import main
 from gradalign.errors import GradalignError
 from gradalign.launch import under_torchrun
 
@@ -58,6 +58,7 @@ def run(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
     settings: Settings = None,
     task: UserTask = None,
+    trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: Seed = None,
     out: Out = None,
@@ -75,7 +76,7 @@ def run(
         from gradalign.experiment.tables import print_summary
         from gradalign.tasks.folders import using_data_folder
 
-        loaded = load_recipe(recipe, settings or (), seed, task)
+        loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         spec = loaded.spec()
         name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
         folder = output_folder(out, name, resume=resume)
@@ -109,6 +110,7 @@ def compare(
     ] = None,
     settings: Settings = None,
     task: UserTask = None,
+    trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="The first seed.")] = None,
     out: Out = None,
@@ -131,7 +133,7 @@ def compare(
         from gradalign.report import write_report
         from gradalign.tasks.folders import using_data_folder
 
-        loaded = load_recipe(recipe, settings or (), seed, task)
+        loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         entries = loaded.compare.algorithms
         if algorithms is not None:
             entries = [name.strip() for name in algorithms.split(",") if name.strip()]
@@ -200,14 +202,6 @@ theory_cli.register(app)
 data_cli.register(app)
 report_cli.register(app)
 watch_cli.register(app)
-
-
-def main() -> None:
-    """Run the command line."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show ± shows ? and goes on
-    app()
 
 
 if __name__ == "__main__":

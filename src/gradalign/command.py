@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradalign.errors import GradalignError, LostRankError
+from gradalign import stopping
+from gradalign.errors import GradalignError, LostRankError, shown_text
 from gradalign.launch import rank, under_torchrun
 
 Settings = Annotated[
@@ -23,6 +23,10 @@ UserTask = Annotated[
     str | None,
     typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
 ]
+TrustTask = Annotated[
+    bool,
+    typer.Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code."),
+]
 DataDir = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
 ]
@@ -32,20 +36,10 @@ Device = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, treated like Ctrl-C: a checkpoint is kept and workers end."""
-
-
-def _terminate(*_: object) -> None:
-    raise _Terminated
-
-
 @contextmanager
 def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
     """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
-    before = None
-    with suppress(ValueError):  # not the main thread: signals are someone else's
-        before = signal.signal(signal.SIGTERM, _terminate)
+    stopping.advise(resume_hint)
     try:
         yield
     except GradalignError as error:
@@ -58,24 +52,23 @@ def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
         say(f"error: the task's own code called sys.exit({'' if stop.code is None else repr(stop.code)})")
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:
-        terminated = isinstance(stop, _Terminated)
+        stopping.answer()
+        terminated = isinstance(stop, stopping.Terminated)
         why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
         if rank() == 0:
             say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
-        raise typer.Exit(143 if terminated else 130) from None
+        raise typer.Exit(stopping.exit_code(stop)) from None
     except OSError as error:
         say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         raise typer.Exit(2) from None
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)  # from here on there is nothing left to tidy up
 
 
 def say(text: str) -> None:
-    """Print one line to standard error."""
-    print(" ".join(text.split()), file=sys.stderr, flush=True)
+    """Print one line to standard error; names in it cannot command the terminal."""
+    print(shown_text(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
 def print_json(data: Any) -> None:
-    """Print for programs."""
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    """Print for programs; what a terminal could obey is written as JSON's escapes."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, default=str)
+    print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))

@@ -6,8 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def shown_text(text: object) -> str:
+    """Return text that any terminal, page or picture can hold: no control characters, no halves of characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(text))
+
+
 class GradalignError(ValueError):
-    """A problem with what was asked for; its message is one clear sentence for the user."""
+    """A problem with what was asked for; its message is one clear sentence for the user.
+
+    Names and settings in it may come from anybody's files: the message is one line that no terminal obeys.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        lines = str(message).replace("\t", " ").splitlines()
+        super().__init__(shown_text(" ".join(line.strip() for line in lines)))
+
+
+class NotWrittenError(GradalignError):
+    """A file could not be written: the disk is full, or closed to us; what was there before is as it was."""
 
 
 class DivergedError(GradalignError):

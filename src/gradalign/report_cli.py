@@ -39,7 +39,7 @@ def report(
         from gradalign.report.gather import gather
 
         gathered = gather(folders, unfinished=unfinished)
-        for one in gathered.skipped:
+        for one in (told := list(gathered.skipped)):
             say(str(one))
         console = Console(stderr=True)
         with console.status("writing the report") as status:  # silent where standard error is no terminal
@@ -48,6 +48,8 @@ def report(
                 status.update(escape(f"writing {file.name}"))
 
             page = report_gathered(gathered, output, title=title, figures=figures, on_figure=tell)
+        for one in gathered.skipped[len(told) :]:  # what only drawing brought to light
+            say(str(one))
         if as_json:
             skipped = [{"folder": one.folder, "reason": one.reason} for one in gathered.skipped]
             found = {"report": str(page), "runs": len(gathered.runs), "skipped": skipped}

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gradalign.command import AsJson, DataDir, Device, Settings, UserTask, plain_errors, print_json
+from gradalign.command import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json
 
 
 def register(app: typer.Typer) -> None:
@@ -67,6 +67,7 @@ def sweep(
     ] = None,
     settings: Settings = None,
     task: UserTask = None,
+    trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="The search's seed, and the first of more.")] = None,
     out: Annotated[
@@ -112,7 +113,7 @@ def sweep(
             seeds=seeds,
             test_beta=test_beta,
         )
-        loaded = load_recipe(recipe, settings or (), seed, task)
+        loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         where = Where(device=device, workers=workers, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers())
         with using_data_folder(data_dir):
             plan = plan_sweep(loaded, algorithm, parse_grid(grid or ()), choices)

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 import torch.multiprocessing
 
+from gradalign import stopping
 from gradalign.engines.group import GroupTrainer, evaluation_rows, groups
 from gradalign.engines.jobs import (
     Desk,
@@ -114,7 +115,8 @@ class PoolEngine:
             with quiet_generators(), warnings.catch_warnings():
                 # Python >= 3.12 warns about forking beside threads; a worker touches none of their locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
+                with stopping.held(), stopping.blocked():  # until the worker has said what signals do to it
+                    process.start()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise GradalignError(
                 f"the task cannot be sent to a worker process ({error}); define its model, loss and data at the top "

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradalign.engines.jobs import Failure
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.launch import under_torchrun
+from gradalign.stopping import left_to_the_kernel
 
 NUMBERS = 8
 """Numbers in a row. float64 holds every count and client number exactly."""
@@ -44,7 +45,8 @@ class Wire:
                     "the distributed engine needs ranks; start it with "
                     "torchrun --nproc-per-node N -m gradalign run RECIPE"
                 )
-            dist.init_process_group("gloo")
+            with left_to_the_kernel():
+                dist.init_process_group("gloo")
         # Vectors are handed over on the CPU: a group of the user's that speaks only nccl gets one beside it.
         gloo = self._owned or dist.get_backend() == "gloo"
         self._group = None if gloo else dist.new_group(backend="gloo")

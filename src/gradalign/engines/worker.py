@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradalign import stopping
 from gradalign.engines.group import GroupTrainer, named_failure
 from gradalign.engines.jobs import Desk, Failure, Job, for_whom
 from gradalign.errors import GradalignError
@@ -52,6 +53,7 @@ def work(
     """Serve jobs until the pipe closes. Runs in the worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    stopping.unblock()
     _end_with_parent(parent)
     for connection in inherited:
         # A forked worker holds copies of the server's pipe ends; while it does, its siblings never see them close.

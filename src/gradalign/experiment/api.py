@@ -34,6 +34,7 @@ from gradalign.flat import FlatModel
 from gradalign.launch import under_torchrun
 from gradalign.plan import Algorithm, Combination, combine
 from gradalign.server import ServerRule
+from gradalign.stopping import at_stake
 from gradalign.tasks.task import Task
 from gradalign.training import LocalTraining
 
@@ -245,7 +246,9 @@ def conduct(
     notes: Mapping[str, Any] | None = None,
 ) -> Result:
     """Open the run folder, start the engine, show progress, and run what is left to do."""
-    show = sys.stderr.isatty() if where.progress is None else where.progress
+    show = where.progress
+    if show is None:
+        show = sys.stderr is not None and sys.stderr.isatty()  # a program may have no standard error at all
     with ExitStack() as stack:
         stack.enter_context(no_exit(f"the code of the task {federation.task.name}"))
         # The engine first: when the folder is refused, the ranks are there to be told.
@@ -257,6 +260,7 @@ def conduct(
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
             if folder.summary is None:
                 folder.note_holdings(holdings_note(federation.task))
+        stack.enter_context(at_stake())
         began: list[Callable[[Row], None]] = []
 
         def begin(rows: list[Row]) -> None:

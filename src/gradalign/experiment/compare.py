@@ -63,7 +63,7 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
     first = recipe.spec().seed
     folders = {entry: folder / safe_name(entry) for entry in entries}
-    if len(set(folders.values())) < len(entries):
+    if len({path.name.casefold() for path in folders.values()}) < len(entries):  # some systems see no other difference
         raise GradalignError("--algorithms has names that would share a folder; choose names that differ in letters")
     unused = unused_changes(recipe, entries)
     if unused:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from gradalign.errors import NotWrittenError
 
 SPEC, METRICS, CHECKPOINT, SUMMARY = "spec.toml", "metrics.jsonl", "checkpoint.safetensors", "summary.json"
 MODEL, LOCK = "model.safetensors", ".lock"
@@ -19,30 +24,92 @@ TENSORBOARD, WANDB = "tensorboard", "wandb"
 """The trackers' own folders."""
 
 
+_TAKEN = {SPEC, METRICS, CHECKPOINT, SUMMARY, MODEL, HOLDINGS, FAILURE, COMPARISON, CURVES, REPORT, SWEEP, TRIALS}
+_TAKEN |= {TENSORBOARD, WANDB}
+_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
+"""Names that some systems keep for themselves, whatever comes after a dot."""
+_MARKED = re.compile(r".*-[0-9a-f]{10}")
+_LONGEST_NAME = 100  # in bytes; systems stop at 255
+
+
+def readable_name(text: str, otherwise: str = "unnamed") -> str:
+    """Return text as a file or folder may be called anywhere: one step inside its folder, never hidden or overlong.
+
+    Different texts may get one name.
+    """
+    letters = re.sub(r"[^\w.+=,-]+", "-", text).strip("-.")
+    name = letters.encode("utf-8", errors="replace")[:_LONGEST_NAME].decode("utf-8", errors="ignore").rstrip("-.")
+    return f"_{name}" if _DEVICES.fullmatch(name) or name in _TAKEN else name or otherwise
+
+
 def safe_name(text: str) -> str:
-    """Return text as a file or folder may be called; a comparison's entry names its folder so."""
-    return re.sub(r"[^\w.+-]+", "-", text)
+    """Return the name of the folder that belongs to a text: a readable one, and different texts have different ones.
+
+    A text that can be a name is its own; any other is made one and marked by its digest.
+    """
+    name = readable_name(text)
+    if name == text and not _MARKED.fullmatch(text):
+        return name
+    return f"{name}-{hashlib.sha256(text.encode('utf-8', errors='backslashreplace')).hexdigest()[:10]}"
+
+
+CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+"""How files of a run folder are opened: no link is followed, no pipe waited for."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one.
+
+    Raises:
+        NotWrittenError: The system refused, as when the disk is full; the old file is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        temporary.touch()
+        # A new file, never one that lies there under this name.
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | CAREFULLY, 0o666))
         mode = temporary.stat().st_mode
         write(temporary)
         temporary.chmod(mode)  # some writers make private files; a run folder is as open as the user's umask says
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise not_written(path, error) from None
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def not_written(path: Path, error: OSError) -> NotWrittenError:
+    """Return the sentence about a file that the system would not take."""
+    return NotWrittenError(f"cannot write {path}: {error.strerror or error}")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a link, if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise NotWrittenError(f"cannot remove {path}: {error.strerror or error}") from None
+
+
+def append(file: int, data: bytes, path: Path) -> None:
+    """Write to the end of an open file, past all buffers: other processes see it at once."""
+    try:
+        while data:
+            data = data[os.write(file, data) :]
+    except OSError as error:
+        raise not_written(path, error) from None
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Mapping
@@ -10,9 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradalign.errors import GradalignError
-from gradalign.experiment.files import LOCK, METRICS, SPEC, SUMMARY
-from gradalign.experiment.foreign import UnreadableError, read_failure, read_table, shown_text
+from gradalign.experiment.files import CAREFULLY, LOCK, METRICS, SPEC, SUMMARY
+from gradalign.experiment.foreign import (
+    LARGEST_METRICS,
+    UnreadableError,
+    is_file,
+    is_there,
+    number_of,
+    open_file,
+    read_failure,
+    read_table,
+    row_of,
+    shown_text,
+)
+from gradalign.experiment.trust import is_outside, task_name
 
 COLUMNS = (
     "round",
@@ -42,9 +52,12 @@ class MetricsTail:
         self._file = which
 
     def poll(self) -> None:
-        """Read what is new."""
+        """Read what is new; raise when what lies there is no file of rows."""
+        if not is_there(self.path):
+            self._forget(None)
+            return
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path, LARGEST_METRICS) as file:
                 status = os.fstat(file.fileno())
                 which = (status.st_dev, status.st_ino)
                 # A resumed run puts a shorter file in the place of the old one.
@@ -55,10 +68,8 @@ class MetricsTail:
                     self._forget(which)
                     file.seek(0)
                     self._take(file.read())
-        except FileNotFoundError:
-            self._forget(None)
         except OSError as error:
-            raise GradalignError(f"{self.path} cannot be read: {error.strerror or error}") from None
+            raise UnreadableError(self.path, f"{{file}} cannot be read: {error.strerror or error}") from None
 
     def _take(self, new: bytes) -> bool:
         """Add the whole lines; what comes after the last line's end is torn and waits for the rest.
@@ -70,7 +81,7 @@ class MetricsTail:
         end = new.rfind(b"\n") + 1
         for line in new[:end].splitlines():
             self._lines += 1
-            row = _row_of(line)
+            row = row_of(line)
             if row is not None and self.rows and row["round"] <= self.rows[-1]["round"]:
                 if not fresh:
                     return False
@@ -78,17 +89,10 @@ class MetricsTail:
             if row is None:
                 self.bad_line = self.bad_line or self._lines
             else:
-                self.rows.append({name: row.get(name) for name in COLUMNS})
+                numbers = {name: number_of(row.get(name)) for name in COLUMNS}
+                self.rows.append(numbers | {"round": row["round"]})
         self._offset += end
         return True
-
-
-def _row_of(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and type(row.get("round")) is int else None
 
 
 def is_held(folder: Path) -> bool:
@@ -101,12 +105,19 @@ def is_held(folder: Path) -> bool:
     except ImportError:  # not a Unix: nobody locks, so nobody is known to be gone
         return True
     try:
-        with (folder / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not is_file(folder / LOCK):  # nobody of us holds a link or a pipe
+            return False
+        lock = os.open(folder / LOCK, os.O_RDONLY | CAREFULLY)
     except FileNotFoundError:
         return False
     except OSError:
         return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
     return False
 
 
@@ -156,16 +167,20 @@ class Followed:
 
     def poll(self) -> None:
         """Look at the folder again. The lock is looked at first: who has let go of it has written everything."""
-        complete = (self.folder / SUMMARY).exists()
+        complete = is_file(self.folder / SUMMARY)
         if complete and self.state == "complete":
             return
         held = is_held(self.folder)
-        complete = (self.folder / SUMMARY).exists()
+        complete = is_file(self.folder / SUMMARY)
         if not self.rows:
             self._read_spec()
         if self.state == "unreadable":
             return
-        self.tail.poll()
+        try:
+            self.tail.poll()
+        except UnreadableError as error:
+            self.state, self.reason = "unreadable", error.reason
+            return
         failure = read_failure(self.folder)
         self.reason = ""
         if self.tail.bad_line is not None:
@@ -183,17 +198,20 @@ class Followed:
     def _read_spec(self) -> None:
         try:
             spec = read_table(self.folder / SPEC)
-            if not isinstance(spec.get("rounds"), int):
-                raise UnreadableError(f"its {SPEC} does not say how many rounds")
+            if type(spec.get("rounds")) is not int:
+                raise UnreadableError(self.folder / SPEC, "{file} does not say how many rounds")
             self.spec = spec
-            if isinstance(spec.get("seed"), int):
+            if type(spec.get("seed")) is int:
                 self.seed = spec["seed"]
         except UnreadableError as error:
-            if (self.folder / SPEC).exists():  # else it has not begun
-                self.state, self.reason = "unreadable", shown_text(error)
+            if is_there(self.folder / SPEC):  # else it has not begun
+                self.state, self.reason = "unreadable", error.reason
 
     def resume_command(self) -> str:
         """Return what to type, or to call, to go on with this run."""
         if "name" not in self.spec:  # made from Python objects: the folder cannot make them again
             return f'call gradalign.run again with out="{self.folder}", resume=True'
-        return shlex.join(["gradalign", "run", str(self.folder / SPEC), "--out", str(self.folder), "--resume"])
+        options = ["--out", str(self.folder), "--resume"]
+        if is_outside(task_name(self.spec)):  # anybody's code: only whoever knows the recipe should run it
+            return f"gradalign run RECIPE {shlex.join(options)} (RECIPE and options as before)"
+        return shlex.join(["gradalign", "run", str(self.folder / SPEC), *options])

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -18,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from gradalign.errors import shown_text
 
 if TYPE_CHECKING:
     from gradalign.experiment.compare import Planned
@@ -39,6 +42,10 @@ def make_progress() -> Progress:
     )
 
 
+def _plain(label: str) -> str:
+    return escape(shown_text(label))
+
+
 def accuracy_note(row: Mapping[str, Any], before: str = "") -> str:
     """Return the newest measured number worth showing."""
     for scored_on in ("test", "validation"):
@@ -56,7 +63,7 @@ def round_bar(label: str, rounds: int, *, show: bool) -> Iterator[Tick]:
         yield lambda row: None
         return
     with make_progress() as progress:
-        bar = progress.add_task(label, total=rounds, note="")
+        bar = progress.add_task(_plain(label), total=rounds, note="")
         note = ""
 
         def tick(row: Mapping[str, Any]) -> None:
@@ -82,7 +89,7 @@ def comparison_bar(planned: Sequence[Planned], *, show: bool) -> Iterator[Callab
             nonlocal note
             note = accuracy_note(row, note)
             done[one.entry, one.seed] = row["round"]
-            label = f"{one.entry}, seed {one.seed}"
+            label = _plain(f"{one.entry}, seed {one.seed}")
             progress.update(bar, completed=sum(done.values()), description=label, note=note)
 
         yield tick
@@ -123,4 +130,4 @@ def download_bar(name: str) -> Iterator[_DownloadBar | bool]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console) as progress:
-        yield _DownloadBar(progress, progress.add_task(name, total=None))
+        yield _DownloadBar(progress, progress.add_task(_plain(name), total=None))

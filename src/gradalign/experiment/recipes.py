@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import SERVER_RULES, accepted_parameters, algorithm_names
+from gradalign.experiment.files import readable_name
 from gradalign.experiment.scale import apply_scale, lay_over
 from gradalign.experiment.spec import (
     AlgorithmSpec,
@@ -29,6 +29,7 @@ from gradalign.experiment.spec import (
 )
 from gradalign.experiment.tracking import Trackers
 from gradalign.experiment.tracking_spec import TrackingSpec, make_trackers, take_tracking
+from gradalign.experiment.trust import require_trust
 from gradalign.server import ServerRule
 
 _Table = TypeVar("_Table", bound=Section)
@@ -131,10 +132,18 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None, task: str | None = None) -> Recipe:
+def load_recipe(
+    name: str,
+    settings: Iterable[str] = (),
+    seed: int | None = None,
+    task: str | None = None,
+    *,
+    trust_task: bool = False,
+) -> Recipe:
     """Read a recipe by file or by shipped name, with settings laid over it.
 
-    Another ``task`` takes the place of the recipe's own, whose settings and paper's numbers would not fit it.
+    Another ``task`` takes the place of the recipe's own, whose settings and paper's numbers would not fit it. A recipe
+    that lies in a run folder may name a task outside this package only with ``trust_task``.
     """
     shipped = shipped_recipes()
     path = Path(name)
@@ -150,6 +159,8 @@ def load_recipe(name: str, settings: Iterable[str] = (), seed: int | None = None
     changes = parse_settings(settings)
     if seed is not None:
         changes["seed"] = seed
+    if not trust_task:
+        require_trust(path, data, changes, task)
     compare = _command_table(CompareSpec, "compare", data, changes, path.name)
     sweep = _command_table(SweepSpec, "sweep", data, changes, path.name)
     data.setdefault("name", path.stem)
@@ -174,7 +185,7 @@ def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:
     """
     if out is not None:
         return out
-    name = re.sub(r"[^\w.+-]+", "-", name) or "run"
+    name = readable_name(name, "run")
     base = Path("runs") / name
     numbered = [base] + [base.with_name(f"{name}-{n}") for n in range(2, 10_000)]
     taken = next(i for i, path in enumerate(numbered) if not path.exists())

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor, nn
 
+from gradalign import stopping
 from gradalign._version import __version__
 from gradalign.engines import Engine, RemoteEngine, SummingEngine
 from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
@@ -154,7 +155,7 @@ def execute(
     restored = folder.restore() if folder is not None else None
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)
-    _same_model(state, initial)
+    _check_state(state, initial, federation, rounds)
     # A vector from a file may begin anywhere in memory, and products with it may then round differently.
     state = replace(state, point=state.point.clone())
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
@@ -180,19 +181,22 @@ def execute(
             after, facts = _play_patiently(
                 federation, engine, state, known if _may_stand_in(federation, engine) else {}
             )
+            stopping.stop_if_asked()  # a round in which somebody swallowed the interrupt may be anything: not taken
             note(after, facts)
             state = after
             if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
                 folder.save_checkpoint(state, time.monotonic() - began)
                 saved = time.monotonic()
     except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
+        stopping.answer()
         if folder is not None and rows:
             folder.save_checkpoint(state, time.monotonic() - began)
         raise
     summary = summarise(rows, federation, measure) | dict(notes or {})
     model = _model(federation, state)
     if folder is not None:
-        folder.finish(model.state_dict(), summary)
+        with stopping.held():
+            summary = folder.finish(model.state_dict(), summary)
     return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
 
 
@@ -222,8 +226,8 @@ def _require_writable(federation: Federation) -> None:
         raise GradalignError(f"the model's state cannot be written: {error}") from None
 
 
-def _same_model(state: ServerState, initial: ServerState) -> None:
-    """Refuse a checkpoint of another model."""
+def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:
+    """Refuse a checkpoint of another model, or one that lacks what the algorithm or the server's rule goes on with."""
     for name, what in (("x", "parameters"), ("floats", "float buffers"), ("ints", "integer buffers")):
         stored, wanted = getattr(state.point, name), getattr(initial.point, name)
         if stored.shape != wanted.shape or stored.dtype != wanted.dtype:
@@ -231,6 +235,16 @@ def _same_model(state: ServerState, initial: ServerState) -> None:
                 f"the checkpoint holds a model with {stored.numel()} {what} ({stored.dtype}), "
                 f"the task's has {wanted.numel()} ({wanted.dtype})"
             )
+    if not 0 <= state.round <= rounds:
+        raise GradalignError(f"the checkpoint is of round {state.round}, the run has {rounds}")
+    if state.totals.local_updates == 0:  # nobody has reported yet, so nothing is remembered
+        return
+    nothing = torch.zeros(1, dtype=torch.float64)
+    remembered = set(federation.algorithm.server.step(nothing, nothing, {})[1])
+    keepers = {part.label for part in federation.algorithm.keepers}
+    missing = (remembered - set(state.memory)) | (keepers - set(state.shared)) | (keepers - set(state.kept))
+    if missing:
+        raise GradalignError(f"the checkpoint lacks what {federation.algorithm.label} remembers: {min(missing)}")
 
 
 def _model(federation: Federation, state: ServerState) -> nn.Module:
@@ -242,10 +256,10 @@ def _model(federation: Federation, state: ServerState) -> nn.Module:
 def _finished(federation: Federation, folder: RunFolder) -> Result:
     """Return the result of a run that is complete already."""
     model = federation.task.make_model(federation.seed)
+    tensors, rows = folder.finished()
     try:
-        model.load_state_dict(load_file(folder.path / MODEL))
-    except (RuntimeError, OSError, SafetensorError) as error:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
         first = str(error).strip().splitlines()[0]
         raise GradalignError(f"{folder.path / MODEL} does not fit the task's model: {first}") from None
-    rows = read_metrics(folder.path)
     return Result(history=_columns(rows), summary=folder.summary or {}, model=model.eval(), folder=folder.path)

@@ -6,7 +6,6 @@ Two runs of one spec give the same numbers, so the spec leaves out what cannot c
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gradalign.errors import GradalignError
+from gradalign.experiment.foreign import LARGEST_TABLE, parse_toml
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -24,6 +24,7 @@ Count = Annotated[int, Field(ge=1)]
 Seeds = Annotated[int, Field(ge=1, le=10_000)]
 
 
+_LONGEST_PATH = 20
 Value = TypeVar("Value")
 Values = Annotated[list[Value], Field(min_length=1)]
 Curve = Literal["test_accuracy", "test_loss", "train_accuracy", "train_loss", "r", "drift", "cosine"]
@@ -271,12 +272,19 @@ def validate(data: Mapping[str, Any], source: str) -> Spec:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe file as plain data."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_TABLE + 1)
     except FileNotFoundError:
         raise GradalignError(f"there is no recipe {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise GradalignError(f"cannot read the recipe {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    if len(raw) > LARGEST_TABLE:
+        raise GradalignError(f"cannot read the recipe {path}: it has more than {LARGEST_TABLE:,} bytes")
+    try:
+        return parse_toml(raw)
+    except UnicodeDecodeError as error:
+        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
+    except ValueError as error:
         raise GradalignError(f"{path} is not valid TOML: {error}") from None
 
 
@@ -296,11 +304,11 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     for setting in settings:
         key, equals, text = setting.partition("=")
         path = [step.strip() for step in key.split(".")]
-        if not equals or not all(path):
-            raise GradalignError(f'--set takes section.key=value, got "{setting}"')
+        if not equals or not all(path) or len(path) > _LONGEST_PATH:
+            raise GradalignError(f'--set takes section.key=value, got "{setting[:200]}"')
         try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+            value: Any = parse_toml(f"value = {text}")["value"]
+        except ValueError:
             value = text.strip()
         for step in reversed(path):
             value = {step: value}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import tomli_w
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gradalign.errors import (
@@ -24,11 +24,24 @@ from gradalign.errors import (
     FolderInUseError,
     GradalignError,
     LostRankError,
+    NotWrittenError,
     TooFewClientsError,
+    shown_text,
 )
-from gradalign.experiment.checkpoint import load_checkpoint, save_checkpoint
+from gradalign.experiment.checkpoint import (
+    WHAT_TO_DO,
+    Checkpoint,
+    digest_of,
+    digest_of_file,
+    digest_of_settings,
+    load_checkpoint,
+    load_tensors,
+    save_checkpoint,
+    save_tensors,
+)
 from gradalign.experiment.federation import ServerState
 from gradalign.experiment.files import (
+    CAREFULLY,
     CHECKPOINT,
     FAILURE,
     HOLDINGS,
@@ -39,9 +52,20 @@ from gradalign.experiment.files import (
     SUMMARY,
     TENSORBOARD,
     WANDB,
-    write_atomically,
+    remove,
     write_whole,
 )
+from gradalign.experiment.foreign import (
+    LARGEST_METRICS,
+    is_there,
+    read_bytes,
+    read_spec,
+    read_table,
+    rows_in,
+    why_not,
+)
+from gradalign.experiment.foreign import read_metrics as read_metrics
+from gradalign.experiment.metrics_file import MetricsFile
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -49,12 +73,9 @@ def write_json(path: Path, data: Any) -> None:
     write_whole(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file that this library wrote."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GradalignError(f"{path} cannot be read: {error}") from None
+DIGESTS = "sha256"
+"""Where a summary has the digests of what belongs to it."""
+_LONGEST_VALUE, _MOST_TOLD = 80, 8
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -65,15 +86,16 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += differing_fields(a, b, f"{prefix}{key}.")
         elif a != b:
-            found.append(f"{prefix}{key} ({_shown(a)} there, {_shown(b)} now)")
+            found.append(shown_text(f"{prefix}{key} ({_shown(a)} there, {_shown(b)} now)"))
     return found
 
 
 def _shown(value: Any) -> str:
-    return "not set" if value is None else repr(value)
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
-_locks: set[IO[str]] = set()
+_locks: set[IO[bytes]] = set()
 
 
 def _drop_inherited_locks() -> None:
@@ -87,12 +109,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
+def _open_lock(path: Path) -> IO[bytes]:
+    """Open the lock, which nothing is ever written to: it may be anybody's file under another name."""
+    try:
+        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | CAREFULLY, 0o666), "rb")
+    except OSError as error:
+        raise GradalignError(f"{path} {why_not(error)}") from None
+    if not stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
+        lock.close()
+        raise GradalignError(f"{path} is not a file; remove it")
+    return lock
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make the folder if need be and keep other writers out of it inside the block."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("w")
+        lock = _open_lock(folder / LOCK)
     except OSError as error:
         raise GradalignError(f"cannot use {folder} as a run folder: {error.strerror or error}") from None
     with lock:
@@ -127,26 +161,38 @@ def refuse_strangers(folder: Path, ours: set[str]) -> None:
         )
 
 
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """Add to what could not be written that nothing is lost: each file is whole, or the one before."""
+    try:
+        yield
+    except NotWrittenError as error:
+        raise NotWrittenError(f"{error}; nothing is lost: put that right and continue with --resume") from None
+
+
 class RunFolder:
     """One run's folder, locked against a second writer while it is open."""
 
     def __init__(self, path: Path, spec: Mapping[str, Any], *, resume: bool) -> None:
         self.path, self.spec = path, spec
-        self._metrics: IO[str] | None = None
+        self._metrics = MetricsFile(path / METRICS)
         self._held = ExitStack()
         self._held.enter_context(locked(path))
         try:
             self._check(resume)
+        except OSError as error:
+            self.close()
+            raise GradalignError(f"cannot use {path} as a run folder: {error.strerror or error}") from None
         except BaseException:
             self.close()
             raise
 
     def _check(self, resume: bool) -> None:
         for left_over in self.path.glob(".*.tmp"):
-            left_over.unlink(missing_ok=True)  # of a process that was killed: the lock says that nobody else is here
-        if not ((self.path / SPEC).exists() and self._begun()):
+            remove(left_over)  # of a process that was killed: the lock says that nobody else is here
+        if not (is_there(self.path / SPEC) and self._begun()):
             refuse_strangers(self.path, {SPEC, METRICS, HOLDINGS, FAILURE, TENSORBOARD, WANDB})
-            (self.path / FAILURE).unlink(missing_ok=True)
+            remove(self.path / FAILURE)
             write_toml(self.path / SPEC, self.spec)
             return
         if not resume:
@@ -155,67 +201,107 @@ class RunFolder:
             )
         differing = differing_fields(read_spec(self.path), _as_toml(self.spec))
         if differing:
-            raise GradalignError(f"{self.path} holds a run with other settings: {'; '.join(differing)}")
-        (self.path / FAILURE).unlink(missing_ok=True)
+            more = f" (and {len(differing) - _MOST_TOLD} more)" if len(differing) > _MOST_TOLD else ""
+            told = "; ".join(differing[:_MOST_TOLD]) + more
+            raise GradalignError(f"{self.path} holds a run with other settings: {told}")
+        remove(self.path / FAILURE)
 
     def _begun(self) -> bool:
         """Return whether there is anything to lose: a run that failed before its first row may start anew."""
         metrics = self.path / METRICS
         files = (self.path / SUMMARY, self.path / CHECKPOINT)
-        return any(file.exists() for file in files) or (metrics.exists() and metrics.stat().st_size > 0)
+        return any(is_there(file) for file in files) or (is_there(metrics) and metrics.lstat().st_size > 0)
+
+    @property
+    def _spec_digest(self) -> str:
+        return digest_of_settings(_as_toml(self.spec))
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """The summary, when the run is complete."""
         path = self.path / SUMMARY
-        return read_json(path) if path.exists() else None
+        return read_table(path) if is_there(path) else None
+
+    def finished(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """Return the model and the metrics of a complete run; what is not as its end left it is refused."""
+        summary = self.summary or {}
+        digests = summary.get(DIGESTS)
+        known = isinstance(digests, dict) and {"settings", SUMMARY, METRICS, MODEL} <= digests.keys()
+        self._require(SUMMARY, known, "has no digests to check the run by: it is damaged, or of an earlier version")
+        digests = dict(summary.pop(DIGESTS))
+        as_written = "was changed or cut after the run had ended"
+        own = digests.pop(SUMMARY)
+        self._require(SUMMARY, digest_of_settings(summary | {DIGESTS: digests}) == own, as_written)
+        self._require(SUMMARY, digests["settings"] == self._spec_digest, "belongs to a run with other settings")
+        model, _ = load_tensors(self.path / MODEL, "model")
+        self._require(MODEL, digest_of_file(self.path / MODEL) == digests[MODEL], as_written)
+        metrics = read_bytes(self.path / METRICS, LARGEST_METRICS)
+        self._require(METRICS, digest_of(metrics) == digests[METRICS], as_written)
+        return model, rows_in(metrics, self.path / METRICS)
+
+    def _require(self, name: str, fits: bool, problem: str) -> None:
+        if not fits:
+            raise GradalignError(f"{self.path / name} {problem}; {WHAT_TO_DO}")
 
     def restore(self) -> tuple[ServerState, float] | None:
         """Return the checkpoint's state and its elapsed seconds; cut the metrics back to it."""
-        path = self.path / CHECKPOINT
-        found = load_checkpoint(path) if path.exists() else None
-        rows = read_metrics(self.path) if (self.path / METRICS).exists() else []
-        last = found[0].round if found else -1
-        lines = "".join(_line(row) for row in rows if row["round"] <= last)
-        write_whole(self.path / METRICS, lines)
-        return found
+        found = load_checkpoint(self.path / CHECKPOINT) if is_there(self.path / CHECKPOINT) else None
+        rows = b""
+        if found is not None:
+            self._require(CHECKPOINT, found.spec == self._spec_digest, "belongs to a run with other settings")
+            rows = read_bytes(self.path / METRICS, LARGEST_METRICS)[: found.metrics_bytes]
+            problem = "lacks rows from before the checkpoint, or they were changed"
+            self._require(METRICS, digest_of(rows) == found.metrics, problem)
+        self._metrics.begin(rows, found.state.round if found is not None else None)
+        return (found.state, found.seconds) if found is not None else None
 
     def note_holdings(self, held: Mapping[str, Any] | None) -> None:
         """Keep who holds what, for pictures; once, since resuming does not change it."""
-        if held is not None and not (self.path / HOLDINGS).exists():
+        if held is not None and not is_there(self.path / HOLDINGS):
             write_json(self.path / HOLDINGS, held)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to the metrics, visible to other processes at once."""
-        if self._metrics is None:
-            self._metrics = (self.path / METRICS).open("a", encoding="utf-8")
-        self._metrics.write(_line(row))
-        self._metrics.flush()
+        with _resumable():
+            self._metrics.append(row)
 
     def save_checkpoint(self, state: ServerState, seconds: float) -> None:
-        """Make this state the one that --resume continues from."""
-        if self._metrics is not None:
-            os.fsync(self._metrics.fileno())
-        save_checkpoint(self.path / CHECKPOINT, state, seconds)
+        """Make this state the one that --resume continues from; not when its row is not in the metrics yet."""
+        mark = self._metrics.until(state.round)
+        if mark is None:
+            return
+        checkpoint = Checkpoint(
+            state=state, seconds=seconds, spec=self._spec_digest, metrics_bytes=mark.length, metrics=mark.digest
+        )
+        with _resumable():
+            self._metrics.sync()
+            save_checkpoint(self.path / CHECKPOINT, checkpoint)
 
     def fail(self, reason: str, *, diverged: bool) -> None:
         """Write down why the run ended by itself; ``diverged`` says that resuming it would end the same way."""
         write_json(self.path / FAILURE, {"failure": " ".join(reason.split()), "diverged": diverged})
 
-    def finish(self, model: Mapping[str, Tensor], summary: Mapping[str, Any]) -> None:
-        """Write the model, then the summary, whose presence says that the run is complete."""
+    def finish(self, model: Mapping[str, Tensor], summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the model, then the summary, whose presence says that the run is complete; return the summary.
+
+        It has the digests by which a resumed run knows that settings, metrics, model and summary are as they were.
+        """
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.items()}
-        if self._metrics is not None:
-            os.fsync(self._metrics.fileno())
-        write_atomically(self.path / MODEL, lambda file: save_file(tensors, file))
-        write_json(self.path / SUMMARY, summary)
-        (self.path / CHECKPOINT).unlink(missing_ok=True)
+        with _resumable():
+            self._metrics.sync()
+            save_tensors(self.path / MODEL, tensors)
+            digests = {"settings": self._spec_digest, METRICS: self._metrics.whole.digest}
+            digests[MODEL] = digest_of_file(self.path / MODEL)
+            as_read = json.loads(json.dumps({**summary, DIGESTS: digests}))  # lists for tuples, words for other keys
+            digests[SUMMARY] = digest_of_settings(as_read)
+            whole = {**summary, DIGESTS: digests}
+            write_json(self.path / SUMMARY, whole)
+            remove(self.path / CHECKPOINT)
+        return whole
 
     def close(self) -> None:
         """Close the files and let go of the lock."""
-        if self._metrics is not None:
-            self._metrics.close()
-        self._metrics = None
+        self._metrics.close()
         self._held.close()
 
     def __enter__(self) -> RunFolder:
@@ -235,40 +321,9 @@ def write_toml(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file that this library wrote."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GradalignError(f"{path} cannot be read: {error}") from None
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, allow_nan=False) + "\n"
+    """Read a TOML file of a folder that is to be gone on with."""
+    return read_table(path)
 
 
 def _as_toml(spec: Mapping[str, Any]) -> dict[str, Any]:
     return tomllib.loads(tomli_w.dumps(dict(spec)))
-
-
-def read_spec(folder: Path) -> dict[str, Any]:
-    """Read a run folder's spec."""
-    if not (folder / SPEC).exists():
-        raise GradalignError(f"{folder} is not a run folder: it has no {SPEC}")
-    return read_toml(folder / SPEC)
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the whole rows of a run's metrics; a last line cut short by a crash is left out."""
-    rows: list[dict[str, Any]] = []
-    try:
-        lines = (folder / METRICS).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GradalignError(f"{folder / METRICS} cannot be read: {error}") from None
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            row = json.loads(line)
-            row["round"]
-        except (ValueError, KeyError, TypeError):
-            raise GradalignError(f"{folder / METRICS}, line {number}, is not a row of metrics") from None
-        rows.append(row)
-    return rows

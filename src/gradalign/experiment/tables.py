@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,7 +16,12 @@ from rich.table import Table
 from gradalign.errors import GradalignError
 from gradalign.experiment.build import TASKS
 from gradalign.experiment.files import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP
-from gradalign.experiment.store import read_json, read_metrics, read_spec
+from gradalign.experiment.foreign import is_there, read_metrics, read_spec, read_table, shown_text
+
+
+def plain(text: object) -> str:
+    """Return text that rich prints as it stands, and that no terminal obeys: names may come from anybody's files."""
+    return escape(shown_text(text))
 
 
 def _percent(spread: Mapping[str, float | None] | None) -> str:
@@ -95,7 +102,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
         text = "" if number is None else f"test accuracy {_paper_number(number)} % ("
         rows.insert(-2, ("paper", text + _paper_line(summary["paper"]) + (")" if text else "")))
     for name, text in rows:
-        table.add_row(f"[bold]{name}[/bold]", escape(text))
+        table.add_row(f"[bold]{name}[/bold]", plain(text))
     console.print(table)
 
 
@@ -116,10 +123,10 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     target = summary["target_accuracy"]
     spent = {entry.get("communication_rounds") for entry in summary["algorithms"]} - {None}
     most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
-    table = Table(title=f"{escape(summary['name'])}, {_seeds(summary)}, {most}")
+    table = Table(title=plain(f"{summary['name']}, {_seeds(summary)}, {most}"))
     paper = summary.get("paper")
     table.add_column("algorithm", style="bold")
-    on = summary.get("scored_on", "test")
+    on = plain(summary.get("scored_on", "test"))
     scored = any(entry[f"best_{on}_accuracy"] for entry in summary["algorithms"])
     for name in (f"best {on} accuracy, %", f"final {on} accuracy, %") if scored else (f"final {on} loss",):
         table.add_column(name, justify="right")
@@ -129,7 +136,7 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         table.add_column("paper, %", justify="right")
     for entry in summary["algorithms"]:
         failed = sum(run["failure"] is not None for run in entry["runs"])
-        name = escape(entry["name"]) + (f" ({failed} of {len(entry['runs'])} diverged)" if failed else "")
+        name = plain(entry["name"]) + (f" ({failed} of {len(entry['runs'])} diverged)" if failed else "")
         table.add_row(
             name,
             *(
@@ -143,19 +150,19 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         )
     console.print(table)
     if summary["task"]:
-        console.print(escape(_data_line(summary["task"])), soft_wrap=True)
+        console.print(plain(_data_line(summary["task"])), soft_wrap=True)
     if summary.get("scale"):
-        console.print(escape(f"scale: {summary['scale']}"), soft_wrap=True)
+        console.print(plain(f"scale: {summary['scale']}"), soft_wrap=True)
     if paper:
-        console.print(escape(f"paper: {_paper_line(paper)}"), soft_wrap=True)
+        console.print(plain(f"paper: {_paper_line(paper)}"), soft_wrap=True)
     console.print(
         "mean ± standard deviation over the seeds; a round with a gradient phase counts as two", soft_wrap=True
     )
     if (folder / CURVES).exists():
-        console.print(f"curves: {escape(str(folder / CURVES))}", soft_wrap=True)
-    console.print(f"summary: {escape(str(folder / SUMMARY))}", soft_wrap=True)
+        console.print(f"curves: {plain(str(folder / CURVES))}", soft_wrap=True)
+    console.print(f"summary: {plain(str(folder / SUMMARY))}", soft_wrap=True)
     if (folder / REPORT).exists():
-        console.print(f"report: {escape(str(folder / REPORT))}", soft_wrap=True)
+        console.print(f"report: {plain(str(folder / REPORT))}", soft_wrap=True)
 
 
 def describe_tasks() -> list[dict[str, Any]]:
@@ -173,8 +180,8 @@ def print_tasks(console: Console, tasks: list[dict[str, Any]], recipes: list[str
     """Print what can be trained."""
     table = Table("task", "what it is", "settings of \\[task] and their defaults")
     for task in tasks:
-        settings = "\n".join(f"{key} = {value!r}" for key, value in task["settings"].items())
-        table.add_row(f"[bold]{task['name']}[/bold]", escape(task["description"]), escape(settings))
+        settings = "\n".join(plain(f"{key} = {value!r}") for key, value in task["settings"].items())
+        table.add_row(f"[bold]{task['name']}[/bold]", plain(task["description"]), settings)
     console.print(table)
     console.print(
         'your own: [bold]task.name = "package.module:function"[/bold], a function that returns a gradalign.Task'
@@ -186,40 +193,48 @@ def load_shown(folder: Path) -> dict[str, Any]:
     """Read what ``gradalign show`` shows of a folder."""
     if not folder.is_dir():
         raise GradalignError(f"there is no folder {folder}")
-    if (folder / SPEC).exists():
-        rows = read_metrics(folder) if (folder / METRICS).exists() else []
-        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
+    summary = read_table(folder / SUMMARY) if is_there(folder / SUMMARY) else None
+    if is_there(folder / SPEC):
+        rows = read_metrics(folder) if is_there(folder / METRICS) else []
         return {
             "kind": "run",
             "spec": read_spec(folder),
             "complete": summary is not None,
-            "checkpoint": (folder / CHECKPOINT).exists(),
+            "checkpoint": is_there(folder / CHECKPOINT),
             "last_row": rows[-1] if rows else None,
             "summary": summary,
         }
-    if (folder / SWEEP).exists():
-        summary = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
+    if is_there(folder / SWEEP):
         return {"kind": "sweep", "complete": summary is not None, "summary": summary}
-    if (folder / SUMMARY).exists():
-        return {"kind": "comparison", "complete": True, "summary": read_json(folder / SUMMARY)}
+    if summary is not None:
+        return {"kind": "comparison", "complete": True, "summary": summary}
     raise GradalignError(
         f"{folder} is neither a run folder nor a finished comparison or sweep: it has no {SPEC} and no {SUMMARY}"
     )
 
 
+@contextmanager
+def summaries_explained(folder: Path) -> Iterator[None]:
+    """Say in one sentence that a summary is not one, wherever a number or a word in it is missing or another thing."""
+    try:
+        yield
+    except GradalignError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        problem = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise GradalignError(f"{folder / SUMMARY} is not a summary of this library: {problem}") from None
+
+
 def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
     """Print what ``gradalign show`` found."""
-    try:
+    with summaries_explained(folder):
         if shown["kind"] == "comparison":
             print_comparison(console, shown["summary"], folder)
             return
-        console.print(escape((folder / SPEC).read_text(encoding="utf-8")), soft_wrap=True)
+        for line in tomli_w.dumps(shown["spec"]).splitlines():
+            console.print(plain(line), soft_wrap=True)
         if shown["complete"]:
             print_summary(console, shown["summary"], folder)
-        else:
-            done = shown["last_row"]["round"] if shown["last_row"] else 0
-            console.print(
-                f"not complete: {done} of {shown['spec']['rounds']} rounds written; continue it with --resume"
-            )
-    except (KeyError, TypeError) as error:
-        raise GradalignError(f"{folder / SUMMARY} is not a summary of this library: {error} is missing") from None
+            return
+    done, rounds = shown["last_row"]["round"] if shown["last_row"] else 0, shown["spec"].get("rounds", "?")
+    console.print(plain(f"not complete: {done} of {rounds} rounds written; continue it with --resume"), soft_wrap=True)

@@ -26,6 +26,13 @@ def _need(package: str, what: str) -> None:
         raise GradalignError(f"{what} needs the package {package}; install it with: pip install 'gradalign[{package}]'")
 
 
+def _own(folder: Path) -> Path:
+    """Return a folder inside the run folder; what a link leads to is not this run's to delete and write in."""
+    if folder.is_symlink():
+        raise GradalignError(f"{folder} is a symbolic link, which may lead anywhere; remove it")
+    return folder
+
+
 class TensorBoard:
     """Writes event files that ``tensorboard --logdir`` shows: all metrics, the settings, and the HPARAMS tab.
 
@@ -48,7 +55,7 @@ class TensorBoard:
 
         if self._folder is None and run.folder is None:
             raise GradalignError("TensorBoard has no folder to write to: give the run one, or TensorBoard(folder)")
-        folder = self._folder or Path(run.folder or "") / TENSORBOARD
+        folder = self._folder or _own(Path(run.folder or "") / TENSORBOARD)
         before = list(folder.glob("events.out.tfevents.*"))
         if self._folder is None:  # in the run folder all of them are this run's
             for old in before:
@@ -129,7 +136,7 @@ class WeightsAndBiases:
 
         home = self._folder or run.folder
         # Only in the run folder it is certain that they are this run's.
-        before = _former(run.folder / WANDB) if run.folder is not None and self._folder is None else []
+        before = _former(_own(run.folder / WANDB)) if run.folder is not None and self._folder is None else []
         if before:
             _let_the_second_pass(before[-1])
         try:

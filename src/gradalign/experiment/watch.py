@@ -15,9 +15,11 @@ from rich.text import Text
 
 from gradalign.errors import GradalignError
 from gradalign.experiment.follow import Followed
-from gradalign.experiment.foreign import shown_text
+from gradalign.experiment.foreign import ABSURD, shown_text
 from gradalign.experiment.textplot import Curve, plot
 from gradalign.experiment.watched import Watched
+from gradalign.stopping import at_stake
+from gradalign.streams import output_is_lost
 
 # Blue, orange, green, magenta, amber, teal and grey of the 256: of a brightness that both dark and light screens show.
 COLOURS = tuple(f"color({number})" for number in (33, 166, 35, 170, 172, 37, 244))
@@ -32,8 +34,6 @@ _PANELS = (
 )
 _LOG = ("test_loss", "validation_loss", "train_loss", "r", "drift")
 _RECENT = 20
-_ABSURD = 1e100
-"""What no axis has room for; NaN is not below it either."""
 _LOWEST = 7
 """Rows that a plot needs to be of use."""
 
@@ -132,7 +132,7 @@ class Frame:
         """Return the frame's lines: a header, the plots, the legend with each run's numbers."""
         runs = self.watched.runs
         if not runs:
-            return [Text(f"waiting for a run in {self.watched.folder} …")]
+            return [Text(shown_text(f"waiting for a run in {self.watched.folder} …"))]
         header = self._header(width)[: max(2, height // 3)]
         styles = self._styles()
         room = max(2, 2 * (height - len(header)) // 5)  # the pictures are what one comes for
@@ -154,6 +154,7 @@ class Frame:
         advice = watched.advice()
         notes = [f"nobody is writing here; {advice}"] if advice else []
         notes += [f"{run.label}: {run.reason}" for run in runs if run.reason][:3]
+        notes = [shown_text(note) for note in notes]
         if self.full_height:  # elsewhere lines may be long, and a command is best copied whole
             notes = [line for note in notes for line in textwrap.wrap(note, width, break_on_hyphens=False)]
         return [title, *(Text(note, style="red") for note in notes)]
@@ -223,7 +224,7 @@ class Frame:
 def _points(run: Followed, column: str) -> Iterator[tuple[float, float]]:
     for row in run.rows:
         value = row.get(column)
-        if isinstance(value, int | float) and abs(value) < _ABSURD:
+        if isinstance(value, int | float) and abs(value) < ABSURD:
             yield float(row["round"]), float(value)
 
 
@@ -267,8 +268,8 @@ def watch(folder: Path, console: Console, *, interval: float, timeout: float | N
     patience = Patience(timeout)
     watched.poll()
     try:
-        with Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
-            while not watched.ended:
+        with at_stake(), Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
+            while not watched.ended and not output_is_lost():
                 live.refresh()
                 patience.look(watched)
                 time.sleep(interval)

@@ -11,8 +11,9 @@ from pathlib import Path
 from gradalign.errors import GradalignError
 from gradalign.experiment.files import COMPARISON, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, TRIALS, safe_name
 from gradalign.experiment.follow import Followed, is_held
-from gradalign.experiment.foreign import UnreadableError, read_optional, read_table
+from gradalign.experiment.foreign import UnreadableError, is_file, is_there, read_optional, read_table
 
+_MOST_RUNS = 10_000
 DEEPEST = 4
 """How far below a folder its runs may lie: a comparison's are at 2, a sweep's at 3, those of several sweeps at 4."""
 
@@ -43,16 +44,16 @@ class Watched:
 
     def _find(self) -> None:
         known = {run.folder for run in self.runs}
-        if (self.folder / SPEC).exists():
+        if is_there(self.folder / SPEC):
             self.kind = "run"
             self.runs = self.runs or [Followed(self.folder, entry=_algorithm(self.folder))]
-        elif (self.folder / COMPARISON).exists():
+        elif is_there(self.folder / COMPARISON):
             self.kind = "comparison"
             self.runs += [run for run in _planned(self.folder) if run.folder not in known]
         else:
             found = sorted(_specs_below(self.folder, DEEPEST)) if self.folder.is_dir() else []
             self.runs += [self._found(path.parent) for path in found if path.parent not in known]
-            is_sweep = (self.folder / SWEEP).exists()
+            is_sweep = is_there(self.folder / SWEEP)
             self.kind = "sweep" if is_sweep else "folder" if self.runs else "nothing"
             if self.kind == "nothing" and self.folder.is_dir() and not self.held:
                 self._refuse_strangers()
@@ -82,7 +83,7 @@ class Watched:
         if self.at_work or not self.runs:
             return False
         if self.kind == "sweep":  # which ends trials early, and tells by its summary that it is done
-            return (self.folder / SUMMARY).exists()
+            return is_file(self.folder / SUMMARY)
         return all(run.state in ("complete", "failed", "unreadable") for run in self.runs)
 
     @property
@@ -111,9 +112,15 @@ def _planned(folder: Path) -> list[Followed]:
     """Return all runs of a comparison, begun or not."""
     try:
         plan = read_table(folder / COMPARISON)
-        entries, seeds = [str(entry) for entry in plan["algorithms"]], [int(seed) for seed in plan["seeds"]]
-    except (UnreadableError, ValueError, KeyError, TypeError) as error:
-        raise GradalignError(f"{folder / COMPARISON} is not a comparison's description: {error}") from None
+    except UnreadableError as error:
+        raise GradalignError(f"{folder} is not a comparison: {error.reason}") from None
+    entries, seeds = plan.get("algorithms"), plan.get("seeds")
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise GradalignError(f"{folder / COMPARISON} is not a comparison's description: it lists no algorithms")
+    if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
+        raise GradalignError(f"{folder / COMPARISON} is not a comparison's description: it lists no seeds")
+    if len(entries) * len(seeds) > _MOST_RUNS:
+        raise GradalignError(f"{folder / COMPARISON} describes {len(entries) * len(seeds):,} runs, too many to watch")
     return [
         Followed(folder / safe_name(entry) / f"seed{seed}", entry=entry, seed=seed)
         for entry in entries

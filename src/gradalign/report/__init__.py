@@ -42,6 +42,26 @@ def write_report(
     return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
 
 
+def _set_aside(gathered: Gathered) -> None:
+    """Leave out, by name, each run that cannot be shown even by itself: one folder must not end the whole report."""
+    from gradalign.errors import GradalignError, shown_text
+    from gradalign.report.experiments import arrange
+    from gradalign.report.folders import Skipped
+    from gradalign.report.page import page_bytes
+
+    shown = []
+    for run in gathered.runs:
+        try:
+            page_bytes(arrange([run]), [])
+            shown.append(run)
+        except Exception as error:
+            reason = shown_text(f"it cannot be shown ({type(error).__name__}: {error})"[:200])
+            gathered.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
+    if not shown:
+        raise GradalignError(f"there is no run that can be reported; {gathered.skipped[-1]}")
+    gathered.runs = shown
+
+
 def report_gathered(
     gathered: Gathered,
     output: Path,
@@ -50,7 +70,10 @@ def report_gathered(
     figures: Path | None = None,
     on_figure: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure."""
+    """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure.
+
+    A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
+    """
     from gradalign.errors import GradalignError
     from gradalign.experiment.files import write_whole
     from gradalign.report.experiments import arrange
@@ -62,8 +85,12 @@ def report_gathered(
         raise GradalignError(f"{output} is a folder; name the page, for example {output / 'report.html'}")
     if figures is not None and figures.exists() and not figures.is_dir():
         raise GradalignError(f"{figures} is a file; the figures need a folder")
+    try:
+        page = page_bytes(arrange(gathered.runs), gathered.skipped, title)
+    except Exception:
+        _set_aside(gathered)
+        page = page_bytes(arrange(gathered.runs), gathered.skipped, title)
     experiments = arrange(gathered.runs)
-    page = page_bytes(experiments, gathered.skipped, title)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, page)
     if figures is not None:

@@ -6,7 +6,7 @@ import base64
 
 from gradalign.report.experiments import Experiment, settings_of, shown_value
 from gradalign.report.markup import folded, heads, text, text_lines, wide_table
-from gradalign.report.repeat import how_to_repeat
+from gradalign.report.repeat import Repeat, how_to_repeat
 
 
 def settings_part(experiment: Experiment) -> str:
@@ -37,6 +37,19 @@ def settings_part(experiment: Experiment) -> str:
     )
 
 
+def _how(repeat: Repeat) -> str:
+    if repeat.outside:
+        tasks = ", ".join(f"<code>{text(name)}</code>" for name in repeat.outside)
+        return (
+            f"The recipe below names code that does not come with gradalign: {tasks}. Running it runs that code, "
+            "so do it only with a task whose code you have and know."
+        )
+    return (
+        f"Save the recipe as {text(repeat.file_name)} and run it. One run alone is repeated "
+        "with <code>gradalign run FOLDER/spec.toml</code>."
+    )
+
+
 def repeat_part(experiment: Experiment) -> str:
     """Return the recipe and the commands that give these runs again, and where they lie."""
     repeat = how_to_repeat(experiment)
@@ -55,10 +68,9 @@ def repeat_part(experiment: Experiment) -> str:
         return f"<h3>To repeat it</h3><p>{words}</p>{listed}"
     link = base64.b64encode(repeat.recipe.encode("utf-8", errors="replace")).decode()
     download = f'download="{text(repeat.file_name)}" href="data:text/plain;base64,{link}"'
+    commands = f"<pre><code>{text_lines(repeat.commands)}</code></pre>" if repeat.commands else ""
     return (
-        f"<h3>To repeat it</h3><p>Save the recipe as {text(repeat.file_name)} and run it. One run alone is repeated "
-        "with <code>gradalign run FOLDER/spec.toml</code>.</p>"
-        f"<pre><code>{text_lines(repeat.commands)}</code></pre>"
+        f"<h3>To repeat it</h3><p>{_how(repeat)}</p>{commands}"
         f'<p><a class="download" {download}>Save the recipe</a></p>'
         f"<details><summary>The recipe</summary><div><pre><code>{text_lines(repeat.recipe.splitlines())}</code></pre>"
         f"</div></details>{listed}"

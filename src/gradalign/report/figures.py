@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from gradalign.experiment.curves import COLOURS, STYLES
-from gradalign.experiment.files import safe_name, write_atomically
+from gradalign.experiment.files import readable_name, write_atomically
 from gradalign.report.experiments import Experiment
 from gradalign.report.gather import Held
 from gradalign.report.plots import divisions
@@ -56,7 +56,7 @@ def _prefixes(experiments: Sequence[Experiment]) -> list[str]:
     """Return what the files' names begin with: the experiment's name, with a number where it is there twice."""
     taken: list[str] = []
     for experiment in experiments:
-        name = safe_name(experiment.name).strip("-.")[:60] or "experiment"
+        name = readable_name(experiment.name, "experiment")
         same = sum(one == name or one.startswith(f"{name}-") for one in taken)
         taken.append(name if same == 0 else f"{name}-{same + 1}")
     return [f"{name}-" for name in taken]

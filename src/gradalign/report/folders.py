@@ -16,6 +16,7 @@ from gradalign.experiment.foreign import shown_text
 
 _RUN_MARKS = {SPEC, METRICS, CHECKPOINT}
 _DEEPEST = 40
+_MOST_FOLDERS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,12 @@ def _not_a_folder(path: Path) -> str | None:
 
 def _look(folder: Path, found: Found, seen: set[tuple[int, int]], depth: int) -> bool:
     """Collect the runs of one folder; return whether there was anything to say of it."""
+    if len(seen) == _MOST_FOLDERS:  # a link may lead to a whole disk
+        seen.add((-1, -1))
+        reason = f"{_MOST_FOLDERS:,} folders were looked at already; name those that hold runs"
+        found.skipped.append(Skipped(folder=shown_text(folder), reason=reason))
+    if len(seen) > _MOST_FOLDERS:
+        return True
     try:
         here = folder.stat()
         if (here.st_dev, here.st_ino) in seen:

@@ -6,7 +6,6 @@ Nothing here trusts a file: sizes are bounded, only regular files are opened, nu
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +16,18 @@ from gradalign.experiment.files import COMPARISON, HOLDINGS, METRICS, SPEC, SUMM
 from gradalign.experiment.foreign import (
     Failure,
     UnreadableError,
-    read_bytes,
+    is_there,
     read_failure,
+    read_metrics,
     read_optional,
     read_table,
     shown_text,
 )
+from gradalign.experiment.foreign import number_of as number_of
 from gradalign.report.folders import Skipped, find_runs
 
 State = Literal["complete", "diverged", "unfinished"]
 Row = dict[str, float]
-_LARGEST_METRICS = 512 * 2**20
 _MOST_CELLS = 200_000
 
 
@@ -100,7 +100,7 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
         try:
             run = _read_run(folder, comparisons)
         except UnreadableError as error:
-            gathered.skipped.append(Skipped(folder=shown_text(folder), reason=shown_text(error)))
+            gathered.skipped.append(Skipped(folder=shown_text(folder), reason=error.reason))
             continue
         sweep = _sweep_of(folder)
         if run.state == "unfinished" and not unfinished and sweep is not None:
@@ -120,7 +120,7 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
 def _sweep_of(folder: Path) -> Path | None:
     """Return the sweep that a run is a trial of: trials lie in trials/STAGE/TRIAL below its folder."""
     place = Path(os.path.abspath(folder))
-    if len(place.parts) < 4 or place.parent.parent.name != TRIALS or not (place.parents[2] / SWEEP).exists():
+    if len(place.parts) < 4 or place.parent.parent.name != TRIALS or not is_there(place.parents[2] / SWEEP):
         return None
     return place.parents[2]
 
@@ -128,7 +128,7 @@ def _sweep_of(folder: Path) -> Path | None:
 def _cut_short(sweep: Path, trials: Sequence[Path]) -> Skipped:
     """Say in one line what is left out of a sweep: there may be hundreds."""
     count = f"{len(trials)} trial{'s' * (len(trials) > 1)}"
-    if (sweep / SUMMARY).exists():
+    if is_there(sweep / SUMMARY):
         reason = f"{count} that the sweep ended early; --unfinished shows them"
     else:
         reason = f"{count} not finished: ended early, or the sweep is not done; --unfinished shows them"
@@ -162,18 +162,19 @@ def _last_round(rows: Sequence[Row]) -> int:
 
 def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
     spec = read_table(folder / SPEC)
-    _check_spec(spec)
+    _check_spec(folder, spec)
     failure = read_failure(folder)
     entry, place, comparison = _place_in_comparison(folder, comparisons)
     if failure is None and comparison is not None:
         failure = _failure_in(comparisons[comparison], folder)
-    complete = (folder / SUMMARY).exists()
+    complete = is_there(folder / SUMMARY)
     diverged = failure is not None and failure.diverged
-    if not complete and not diverged and not (folder / METRICS).exists():
-        raise UnreadableError(f"it has no {METRICS}: the run has not begun")
-    rows = _read_rows(folder / METRICS) if complete or (folder / METRICS).exists() else []
+    metrics = folder / METRICS
+    if not complete and not diverged and not is_there(metrics):
+        raise UnreadableError(metrics, "{file} is missing", f"it has no {METRICS}: the run has not begun")
+    rows = [_finite(row) for row in read_metrics(folder)] if complete or is_there(metrics) else []
     if not rows and not diverged:
-        raise UnreadableError(f"its {METRICS} has no whole row")
+        raise UnreadableError(metrics, "{file} has no whole row")
     summary = read_table(folder / SUMMARY) if complete else {}
     state: State = "complete" if complete else "diverged" if diverged else "unfinished"
     return Run(
@@ -190,50 +191,18 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
     )
 
 
-def _check_spec(spec: Mapping[str, Any]) -> None:
+def _check_spec(folder: Path, spec: Mapping[str, Any]) -> None:
     algorithm = spec.get("algorithm")
     if not isinstance(algorithm, Mapping) or not isinstance(algorithm.get("name"), str):
-        raise UnreadableError(f"its {SPEC} names no algorithm")
+        raise UnreadableError(folder / SPEC, "{file} names no algorithm")
     if not isinstance(spec.get("task", {}), Mapping):
-        raise UnreadableError(f"the task in its {SPEC} is not a table")
+        raise UnreadableError(folder / SPEC, "the task in {file} is not a table")
     if not isinstance(spec.get("seed", 0), int) or isinstance(spec.get("seed"), bool):
-        raise UnreadableError(f"the seed in its {SPEC} is not a whole number")
+        raise UnreadableError(folder / SPEC, "the seed in {file} is not a whole number")
 
 
-def number_of(value: Any) -> float | None:
-    """Return a finite number, or None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _read_rows(path: Path) -> list[Row]:
-    """Read the rows of the metrics; a last line cut short is left out, any other that is no row spoils the file."""
-    lines = read_bytes(path, _LARGEST_METRICS).split(b"\n")
-    rows: list[Row] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            given = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines):
-                break
-            raise UnreadableError(f"line {number} of its {path.name} is not a row of metrics") from None
-        row = _finite(given)
-        if "round" not in row or (rows and row["round"] <= rows[-1]["round"]):
-            raise UnreadableError(f"line {number} of its {path.name} is not a row of metrics")
-        rows.append(row)
-    return rows
-
-
-def _finite(given: Any) -> Row:
-    if not isinstance(given, dict):
-        return {}
+def _finite(given: Mapping[str, Any]) -> Row:
+    """Return what one can reckon with of a row."""
     numbers = {name: number_of(value) for name, value in given.items()}
     row = {name: value for name, value in numbers.items() if value is not None}
     if "bytes_up" in row and "bytes_down" in row:
@@ -279,9 +248,13 @@ def _read_holdings(path: Path) -> Held | None:
     counts, names, clients = table.get("counts"), table.get("names"), table.get("clients")
     if not isinstance(counts, list) or not isinstance(names, list) or not names or not counts:
         return None
-    if len(counts) * len(names) > _MOST_CELLS or not isinstance(clients, int):
+    if len(counts) * len(names) > _MOST_CELLS or not isinstance(clients, int) or not _is_count(clients):
         return None
     for row in counts:
-        if not isinstance(row, list) or len(row) != len(names) or any(number_of(cell) is None for cell in row):
+        if not isinstance(row, list) or len(row) != len(names) or any(not _is_count(cell) for cell in row):
             return None
     return Held(counts=counts, names=[shown_text(name)[:40] for name in names], clients=clients)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53

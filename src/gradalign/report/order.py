@@ -57,7 +57,8 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
     squared = sum(part for part, _ in parts)
     if squared == 0.0:
         return Difference(value=value, margin=0.0)
-    freedom = squared**2 / sum(part**2 / count for part, count in parts)
+    # As shares of the whole: the square of a tiny variance is zero.
+    freedom = 1 / sum((part / squared) ** 2 / count for part, count in parts)
     return Difference(value=value, margin=student_quantile(freedom) * math.sqrt(squared))
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradalign.experiment.files import safe_name
+from gradalign.experiment.files import readable_name
+from gradalign.experiment.foreign import shown_text
+from gradalign.experiment.trust import is_outside, task_name
 from gradalign.report.experiments import Experiment, Group
 
 _TABLES = ("task", "algorithm", "server", "local", "clients", "measure")
@@ -20,16 +22,22 @@ class Repeat:
     recipe: str | None
     file_name: str
     commands: tuple[str, ...]
+    outside: tuple[str, ...] = ()
+    """The tasks that are not this package's: code that the recipe would run, for which no command is given."""
 
 
 def how_to_repeat(experiment: Experiment) -> Repeat:
     """Return the recipe that gives these runs again, and the commands."""
-    file_name = (safe_name(experiment.name).strip("-.") or "experiment") + ".toml"
+    file_name = readable_name(experiment.name, "experiment") + ".toml"
     recipe = _recipe(experiment)
     if recipe is None:
         return Repeat(recipe=None, file_name=file_name, commands=())
     import tomli_w
 
+    names = dict.fromkeys(shown_text(task_name(run.spec)) for run in experiment.runs)
+    outside = tuple(name for name in names if is_outside(name))
+    if outside:
+        return Repeat(recipe=tomli_w.dumps(recipe), file_name=file_name, commands=(), outside=outside)
     quoted = shlex.quote(file_name)
     seeds = sorted({run.seed for run in experiment.runs})
     commands = []

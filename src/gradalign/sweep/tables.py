@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from gradalign.errors import GradalignError
-from gradalign.experiment.files import REPORT, SUMMARY
-from gradalign.experiment.tables import spread_words
+from gradalign.experiment.files import REPORT
+from gradalign.experiment.tables import plain, spread_words, summaries_explained
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.plot import BETA, VALUES
 from gradalign.sweep.progress import score_words
@@ -21,7 +19,7 @@ from gradalign.sweep.results import BEST, TABLE
 
 def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print the stages, the finalists and where everything is."""
-    stages = Table(title=f"{escape(summary['name'])}: the stages")
+    stages = Table(title=f"{plain(summary['name'])}: the stages")
     for name, justify in (("stage", "left"), ("algorithm", "left"), ("trials", "right"), ("ended early", "right")):
         stages.add_column(name, justify=justify)  # type: ignore[arg-type]
     stages.add_column("best values", overflow="fold")
@@ -33,7 +31,9 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
             varied = {name: best["values"][name] for name in stage["varied"]}
             words = (describe_point(varied or best["values"]), score_words(best["score"], accuracies=accuracies))
         early = str(stage["pruned"]) + (f" (+ {stage['diverged']} diverged)" if stage["diverged"] else "")
-        stages.add_row(stage["name"], escape(stage["algorithm"]), str(stage["trials"]), early, *map(escape, words))
+        stages.add_row(
+            plain(stage["name"]), plain(stage["algorithm"]), plain(stage["trials"]), plain(early), *map(plain, words)
+        )
     console.print(stages)
     finalists = Table(title=f"the finalists, {len(summary['seeds'])} seed{'s' if len(summary['seeds']) > 1 else ''}")
     finalists.add_column("values", overflow="fold")
@@ -45,7 +45,7 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         validated, tested = (spread_words(row[f"{name}_{what}"], form, scale) for name in ("validation", "test"))
         mark = "[bold]" if row["chosen"] else ""
         finalists.add_row(
-            f"{mark}{escape(describe_point(row['values']))}" + (" (chosen)" if row["chosen"] else ""),
+            f"{mark}{plain(describe_point(row['values']))}" + (" (chosen)" if row["chosen"] else ""),
             validated,
             tested + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
         )
@@ -56,13 +56,13 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         soft_wrap=True,
     )
     if summary["scale"]:
-        console.print(f"scale: {escape(summary['scale'])}", soft_wrap=True)
+        console.print(f"scale: {plain(summary['scale'])}", soft_wrap=True)
     places = {"best values": BEST, "all trials": TABLE, "accuracy over β": BETA, "accuracy over each value": VALUES}
     for what, file in places.items():
         if (folder / file).exists():
-            console.print(f"{what}: {escape(str(folder / file))}", soft_wrap=True)
+            console.print(f"{what}: {plain(str(folder / file))}", soft_wrap=True)
     if (folder / REPORT).exists():
-        console.print(f"report: {escape(str(folder / REPORT))}", soft_wrap=True)
+        console.print(f"report: {plain(str(folder / REPORT))}", soft_wrap=True)
     else:
         console.print("report: none here, because the finalists' runs lie in another process's folder", soft_wrap=True)
 
@@ -72,7 +72,5 @@ def print_shown_sweep(console: Console, shown: Mapping[str, Any], folder: Path) 
     if not shown["complete"]:
         console.print("not complete: continue it with the command that began it", soft_wrap=True)
         return
-    try:
+    with summaries_explained(folder):
         print_sweep(console, shown["summary"], folder)
-    except (KeyError, TypeError) as error:
-        raise GradalignError(f"{folder / SUMMARY} is not a summary of this library: {error} is missing") from None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradalign.errors import GradalignError
+from gradalign.stopping import at_stake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,8 @@ def fetch(archive: Archive, folder: Path, progress: Any = False) -> list[Path]:
     except OSError as error:
         raise GradalignError(f"cannot write to the data folder {folder}: {error.strerror or error}") from None
     try:
-        _unpack(_download(archive, workshop, progress), places, workshop)
+        with at_stake():
+            _unpack(_download(archive, workshop, progress), places, workshop)
     except OSError as error:
         raise GradalignError(f"cannot write to the data folder {folder}: {error.strerror or error}") from None
     finally:
