@@ -17,19 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradalign.errors import GradalignError
 from gradalign.optim.ranks import Gradients, Ranks
-from gradalign.optim.twopass import (
-    FrozenBuffers,
-    RandomState,
-    TwoPasses,
-    all_finite,
-    displaced_points,
-    put_gradients,
-    put_values,
-    random_state,
-    set_random_state,
-    swap,
-    take_gradients,
-)
+from gradalign.optim.twopass import FrozenBuffers, RandomState, TwoPasses, random_state, set_random_state
+from gradalign.optim.vectors import all_finite, displaced_points, put_gradients, put_values, swap, take_gradients
 
 Parts = list[tuple[Any, ...]]
 

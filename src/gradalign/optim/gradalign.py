@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gradalign import algorithms
 from gradalign.errors import GradalignError
 from gradalign.optim.closures import ClosureStep, as_parts
+from gradalign.optim.vectors import forget_derived_values
 from gradalign.optim.verbs import TwoVerbs
 from gradalign.schedule import Schedule
 
@@ -146,6 +147,7 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
             self._finish()
         if self._finite:
             self.optimizer.step()
+            forget_derived_values()  # an evaluation under the same autocast looks at the new point
         else:
             self.skipped_steps += 1
         self.steps += 1

@@ -15,15 +15,8 @@ from torch.optim import Optimizer
 
 from gradalign.errors import GradalignError
 from gradalign.optim.ranks import Gradients, Ranks
-from gradalign.optim.twopass import (
-    FrozenBuffers,
-    RandomState,
-    TwoPasses,
-    all_finite,
-    put_gradients,
-    random_state,
-    take_gradients,
-)
+from gradalign.optim.twopass import FrozenBuffers, RandomState, TwoPasses, random_state
+from gradalign.optim.vectors import all_finite, put_gradients, take_gradients
 from gradalign.optim.wrapper import OptimizerWrapper
 from gradalign.schedule import require
 
