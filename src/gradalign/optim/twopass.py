@@ -148,6 +148,8 @@ class TwoPasses:
     def stay(self) -> None:
         """Let second passes come and go without a trace."""
         self.staying = True
+        for part in self.parts:
+            part.vectors = []
         self._after = random_state(self.device)
         self._buffers.start()
 
@@ -190,7 +192,5 @@ class TwoPasses:
         self._after = None
 
     def total(self) -> Gradients:
-        """Return the mean of what was gathered, NaN when this rank has to tell the others of a failed first pass."""
-        if self.spoiled:
-            return [torch.full_like(p, float("nan")) for p in self.parameters]
+        """Return the sum of what was gathered, each times its share."""
         return self._total
