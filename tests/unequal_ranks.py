@@ -49,7 +49,7 @@ CASES: dict[str, tuple[dict, int]] = {
     "overlap verbs, every": ({"overlap": True, "every": 2}, 1),
     "verbs, clipped": ({}, 2),
     "overlap verbs, clipped by torch": ({"overlap": True}, 1),
-    "verbs, every, clipped by torch": ({"every": 3}, 1),
+    "verbs, plain, clipped by torch": ({"beta": 0.0}, 2),
 }
 
 
@@ -68,16 +68,18 @@ def gradient(part: tuple[np.ndarray, np.ndarray], w: np.ndarray) -> np.ndarray:
     return x.T @ (x @ w - y[:, 0]) / len(x)
 
 
-def by_hand(settings: dict, parts_each: int, clipped: bool) -> tuple[np.ndarray, list[float]]:
+def by_hand(
+    settings: dict, parts_each: int, *, clipped: bool = False, weighted: bool = True
+) -> tuple[np.ndarray, list[float]]:
     """Algorithm 1 with weighted parts, over all ranks' parts at once; return the end point and the steps' losses."""
-    w, previous, losses = start(0), None, []
+    w, previous, losses, velocity = start(0), None, [], np.zeros(3)
     for step in range(len(SIZES)):
         parts = []
         for rank in (0, 1):
             x, y = examples(step, rank)
             parts += list(zip(np.array_split(x, parts_each), np.array_split(y, parts_each), strict=True))
         count = sum(len(y) for _, y in parts)
-        shares = [len(y) / count for _, y in parts]
+        shares = [len(y) / count if weighted else 1 / len(parts) for _, y in parts]
         own = [gradient(part, w) for part in parts]
         mean = sum(s * g for s, g in zip(shares, own, strict=True))
         around = previous if previous is not None and settings.get("reuse") else mean
@@ -87,8 +89,9 @@ def by_hand(settings: dict, parts_each: int, clipped: bool) -> tuple[np.ndarray,
         losses.append(sum(s * 0.5 * np.mean((x @ w - y[:, 0]) ** 2) for s, (x, y) in zip(shares, parts, strict=True)))
         previous = update
         if clipped:
-            update = update * min(1.0, LIMIT / np.linalg.norm(update))
-        w = w - LR * update
+            update = update * min(1.0, LIMIT / (np.linalg.norm(update) + 1e-6))  # torch's formula
+        velocity = settings.get("momentum", 0.0) * velocity + update
+        w = w - LR * velocity
     return w, losses
 
 

@@ -36,7 +36,7 @@ class AlignedOptimizer(OptimizerWrapper):
         overlap: bool = False,
     ) -> None:
         super().__init__(optimizer)
-        refuse_sharded([] if model is None else model.parameters())
+        refuse_sharded(self.all_parameters() if model is None else [*self.all_parameters(), *model.parameters()])
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise GradalignError(f"every must be at least 1, a whole number of steps, got {every!r}")
         if reuse not in (None, "previous"):
@@ -107,15 +107,15 @@ class AlignedOptimizer(OptimizerWrapper):
         """
         if self._passes is not None or self._finite is not None:
             return
-        parameters = self.all_parameters()
-        refuse_sharded(parameters)
-        if not self._ranks.strangers(len(parameters)):
+        parameters, strangers = self.all_parameters(), not self._ranks.met
+        if not self._ranks.unshared(len(parameters)):
             return
+        refuse_sharded(parameters)
         buffers = [] if self._model is None else list(self._model.buffers())
         changed = self._ranks.share([p.detach() for p in parameters], buffers)
         forget_derived_values()
         steps, different = self._ranks.sums([float(self.steps), float(changed)], parameters[0].device)
-        if steps:
+        if strangers and steps:
             self.load_state_dict(self._ranks.share_object(self.state_dict()))
         if different and after_a_pass:
             raise GradalignError(

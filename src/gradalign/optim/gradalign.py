@@ -202,10 +202,11 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
         self._refuse_half_step("load_state_dict()")
         rest = dict(state_dict)
         own = rest.pop(STATE, None)
+        beta = self.beta if own is None else from_plain(own["beta"])  # before anything is changed
         self.optimizer.load_state_dict(rest)
         if own is None:
             return
-        self.beta, self.steps, self.skipped_steps = from_plain(own["beta"]), own["steps"], own["skipped_steps"]
+        self.beta, self.steps, self.skipped_steps = beta, own["steps"], own["skipped_steps"]
         self._previous = None
         if own["previous"] is not None:
             pairs = zip(self.all_parameters(), own["previous"], strict=True)

@@ -34,7 +34,7 @@ class PendingGradient:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.arrived: set[nn.Parameter] = set()
-        self._noted: dict[nn.Parameter, tuple[int, int]] = {}
+        self._noted: dict[Tensor, tuple[int, int]] = {}
         self._handles = [p.register_hook(partial(self._arrive, p)) for p in parameters]
         self._handles += [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
 
@@ -48,7 +48,6 @@ class PendingGradient:
         raise NotImplementedError
 
     def _note(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
         if parameter.grad is not None:
             self._noted[parameter] = id(parameter.grad), parameter.grad._version
 

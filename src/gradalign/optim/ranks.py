@@ -35,8 +35,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
+        # The group that this process has shared its parameters with, and how many they were.
         self._met: weakref.ref[dist.ProcessGroup] | None = None
-        """The group that this process has shared its parameters with, and how many they were."""
         self._shared = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,19 +57,21 @@ class Ranks:
         group = self.group
         return 1 if group is None else dist.get_world_size(group)
 
-    def strangers(self, parameters: int) -> bool:
-        """Return whether these ranks have not yet shared as many parameters as there are now."""
-        return self.size > 1 and self._unshared(parameters) > 0
+    @property
+    def met(self) -> bool:
+        """Whether these ranks have shared parameters before."""
+        return self._met is not None and self._met() is self.group
 
-    def _unshared(self, parameters: int) -> int:
-        return parameters - (self._shared if self._met is not None and self._met() is self.group else 0)
+    def unshared(self, parameters: int) -> int:
+        """Return how many of so many parameters, the last ones, these ranks have not shared yet."""
+        return 0 if self.size == 1 else parameters - (self._shared if self.met else 0)
 
     def share(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> bool:
         """Take the first rank's values for what was not shared yet; return whether any changed here."""
         group = self.group
         if group is None or self.size == 1:
             return False
-        new = parameters[len(parameters) - self._unshared(len(parameters)) :]
+        new = parameters[len(parameters) - self.unshared(len(parameters)) :]
         self._met, self._shared = weakref.ref(group), len(parameters)
         changed = False
         for tensor in (*new, *buffers):

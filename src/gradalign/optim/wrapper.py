@@ -26,7 +26,7 @@ def refuse_sharded(parameters: Iterable[Tensor]) -> None:
     for p in parameters:
         if getattr(p, "_fsdp_flattened", False):
             kind = "parameters sharded by FullyShardedDataParallel"
-        elif hasattr(p, "placements") and hasattr(p, "device_mesh"):  # a DTensor, told without importing its module
+        elif hasattr(type(p), "placements"):  # a DTensor, told without importing its module
             kind = "DTensor parameters (fully_shard or tensor parallel)"
         else:
             continue
