@@ -284,8 +284,10 @@ def main(folder: Path) -> None:
     opt = ga.GradAlign(torch.optim.SGD(again.parameters(), lr=LR), beta=BETA)
     for step in range(len(SIZES)):
         if step == 1:  # the group ends, and another one begins
+            rank, size = dist.get_rank(), dist.get_world_size()
             dist.destroy_process_group()
-            dist.init_process_group("gloo")
+            meeting = f"file://{folder.resolve() / 'meeting'}"  # torchrun's store still has the first group's addresses
+            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
         x, y = (torch.tensor(values) for values in examples(step, dist.get_rank()))
         opt.step(lambda x, y: loss_of(again, x, y), x, y, parts=1)
     report["again"] = again.weight.detach().tolist()[0]
