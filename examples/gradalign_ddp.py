@@ -8,6 +8,7 @@ On GPUs, use "nccl" and move model and data to ``cuda:LOCAL_RANK`` as in any DDP
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -55,7 +56,10 @@ def main() -> None:
         equal = all(torch.equal(weights, other) for other in everyone)
         print(f"{len(everyone)} ranks: test accuracy {accuracy(model, test_images, test_labels):.4f}, equal: {equal}")
     dist.barrier()  # nobody leaves while another still uses the connection
-    dist.destroy_process_group()
+    # Past the interpreter's end: once DDP was used, threads of gloo outlive the process group, and one that drops a
+    # tensor while the interpreter ends can abort the process after all work is done.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -16,20 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import Gradients, Ranks
-from gradalign.optim.twopass import (
-    FrozenBuffers,
-    RandomState,
-    TwoPasses,
-    all_finite,
-    displaced_points,
-    put_gradients,
-    put_values,
-    random_state,
-    set_random_state,
-    swap,
-    take_gradients,
-)
+from gradalign.optim.pending import scaled_gradients
+from gradalign.optim.ranks import Gradients, Ranks, positive_weight
+from gradalign.optim.twopass import FrozenBuffers, RandomState, TwoPasses, random_state, set_random_state
+from gradalign.optim.vectors import all_finite, displaced_points, put_gradients, put_values, swap, take_gradients
 
 Parts = list[tuple[Any, ...]]
 
@@ -52,10 +42,10 @@ def as_parts(
         arguments = [()] if given is None else [(part,) for part in given]
     if not arguments:
         raise GradalignError("step() was given no parts; a batch needs at least one")
-    weights = [1.0] * len(arguments) if weights is None else [float(w) for w in weights]
-    if len(weights) != len(arguments) or min(weights) <= 0.0:
+    weights = [1.0] * len(arguments) if weights is None else list(weights)
+    if len(weights) != len(arguments):
         raise GradalignError(f"weights must be {len(arguments)} positive numbers, one for each part, got {weights}")
-    return arguments, weights
+    return arguments, [positive_weight(weight, "the weight of a part") for weight in weights]
 
 
 def _cut(batch: Sequence[Any], parts: int) -> tuple[Parts, list[float]]:
@@ -63,9 +53,12 @@ def _cut(batch: Sequence[Any], parts: int) -> tuple[Parts, list[float]]:
     if len(lengths) != 1 or -1 in lengths:
         raise GradalignError("parts=n cuts tensors that have the same first dimension; give other batches as a list")
     (length,) = lengths
-    if not 1 <= parts <= length:
-        raise GradalignError(f"a batch of {length} examples cannot be cut into {parts} parts")
-    pieces = list(zip(*(t.tensor_split(parts) for t in batch), strict=True))
+    if parts < 1:
+        raise GradalignError(f"parts must be at least 1, got {parts}")
+    if length == 0:
+        raise GradalignError("step() was given a batch of 0 examples; leave such batches out")
+    # A loader's last batch may have fewer examples than parts: then every example is a part.
+    pieces = list(zip(*(t.tensor_split(min(parts, length)) for t in batch), strict=True))
     return pieces, [float(len(piece[0])) for piece in pieces]
 
 
@@ -103,7 +96,7 @@ class ClosureStep:
 
     def __post_init__(self) -> None:
         self.passes = TwoPasses(self.parameters, self.ranks, self.buffers)
-        self.weight = sum(self.weights)
+        self.weight = self.all_weight = sum(self.weights)
         # loss / n and not loss · (1/n): the bits of the usual loop that accumulates gradients.
         self.divisors = [self.weight / w for w in self.weights]
         self.loss: Tensor | None = None
@@ -142,10 +135,24 @@ class ClosureStep:
 
     def _reduce(self, gradients: Gradients, *, with_loss: bool) -> Gradients:
         """Return the mean over the ranks; the loss travels along with the first one of a step."""
-        loss = self.loss if with_loss else None
-        means, loss = self.ranks.mean(self.parameters, gradients, self.weight, loss)
-        self.loss = loss if with_loss else self.loss
-        return means
+        mean = self.ranks.mean(self.parameters, gradients, self.weight, self.loss if with_loss else None)
+        self.loss = mean.loss if with_loss else self.loss
+        self.all_weight = mean.weight
+        return mean.gradients
+
+    def _tell(self, *, lost: bool = False) -> bool:
+        """Agree on loss and weight where no flat vector carries them; return whether any rank lost its gradient."""
+        loss = 0.0 if self.loss is None else float(self.loss) * self.weight
+        losses, self.all_weight, losts = self.ranks.sums([loss, self.weight, float(lost)], self.passes.device)
+        if self.loss is not None:
+            self.loss = torch.full_like(self.loss, losses / self.all_weight)
+        return losts > 0.0
+
+    def _weighted_for_ddp(self) -> AbstractContextManager[Any]:
+        """Weigh this rank's gradients before DistributedDataParallel takes the plain mean of all ranks'."""
+        if not self.overlap:
+            return nullcontext()
+        return scaled_gradients(self.parameters, self.weight * self.ranks.size / self.all_weight)
 
     def _finish(self, *, with_loss: bool) -> None:
         """Replace this rank's gradient in ``.grad`` by the mean over all ranks."""
@@ -155,8 +162,13 @@ class ClosureStep:
     def plain(self) -> None:
         """Fill ``.grad`` with the mean gradient at x: one pass, as in a loop that accumulates gradients."""
         last = len(self.parts) - 1
-        for i, divisor in enumerate(self.divisors):
-            self._first(i, divisor, synchronised=self.overlap and i == last)
+        if self.overlap:
+            self._tell()
+        with self._weighted_for_ddp():
+            for i, divisor in enumerate(self.divisors):
+                self._first(i, divisor, synchronised=self.overlap and i == last)
+        if self.overlap:
+            self._tell()
         self._finish(with_loss=True)
 
     def stored(self, beta: float) -> None:
@@ -174,7 +186,8 @@ class ClosureStep:
         try:
             for arguments in self.parts:
                 passes.visit(self.same_randomness)
-                self._run(arguments, 1.0, synchronised=self.overlap)
+                with self._weighted_for_ddp():
+                    self._run(arguments, 1.0, synchronised=self.overlap)
                 passes.gather()
         finally:
             passes.go_home(self.same_randomness)
@@ -214,8 +227,10 @@ class ClosureStep:
             own = take_gradients(self.parameters)
             put_gradients(self.parameters, so_far)
             del so_far
-            if not all_finite(own):
-                spoiled = True
+            spoiled = not all_finite(own)
+            if self.overlap:  # the averaging of the second pass is DDP's: all must make it, or nobody
+                spoiled = self._tell(lost=spoiled)
+            if spoiled:
                 break
             after = random_state(self.passes.device)
             self.buffers.start()
@@ -234,7 +249,8 @@ class ClosureStep:
         swap(self.parameters, points)
         try:
             self._set_random(random)
-            self._run(self.parts[index], self.divisors[index], synchronised=self.overlap)
+            with self._weighted_for_ddp():
+                self._run(self.parts[index], self.divisors[index], synchronised=self.overlap)
         finally:
             put_values(self.parameters, points)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -11,7 +12,9 @@ from torch.optim import Optimizer
 
 from gradalign import algorithms
 from gradalign.errors import GradalignError
+from gradalign.optim.beta import as_plain, from_plain
 from gradalign.optim.closures import ClosureStep, as_parts
+from gradalign.optim.vectors import forget_derived_values
 from gradalign.optim.verbs import TwoVerbs
 from gradalign.schedule import Schedule
 
@@ -24,6 +27,15 @@ class _ByArguments(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if not args and "optimizer" not in kwargs:
             return algorithms.GradAlign(**kwargs)
+        try:
+            inspect.signature(TwoVerbs.__init__).bind(None, *args, **kwargs)
+        except TypeError as error:
+            if args and not isinstance(args[0], Optimizer):
+                kind = type(args[0]).__name__
+                raise GradalignError(
+                    f"GradAlign wraps a torch.optim optimizer, got {kind}; without one it is GradAlign(beta=0.1)"
+                ) from None
+            raise GradalignError(f"GradAlign(optimizer, beta=0.1, ...): {error}") from None
         return super().__call__(*args, **kwargs)
 
 
@@ -34,7 +46,8 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
 
     Args:
         optimizer: Any torch optimizer whose ``step()`` needs no closure.
-        beta: β ≥ 0, the strength; ``opt.beta`` may be changed between steps.
+        beta: β ≥ 0, the strength; ``opt.beta`` may be changed between steps. A schedule, such as
+            ``Warmup(value=0.2, rounds=100)``, counts steps where it says rounds; the first step is 0.
         every: Align only each m-th step, beginning with the first; the others are plain and cost one pass.
         reuse: "previous" takes ḡ from the step before (the gradient that was stepped with) and saves an all-reduce.
             The displacements then no longer average to zero: all parts are also shifted together, by β times the
@@ -49,7 +62,7 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
             one flat all-reduce after it. Needs ``model``.
 
     Attributes:
-        beta: β, which may be changed between steps.
+        beta: β, a number or a schedule, which may be changed between steps; ``beta_now`` is a number.
         steps: Steps taken or skipped.
         skipped_steps: Steps skipped because of NaN or infinity.
         optimizer: The wrapped optimizer.
@@ -64,8 +77,8 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
         def __new__(
             cls,
             optimizer: Optimizer,
+            beta: float | Schedule,
             *,
-            beta: float,
             every: int = 1,
             reuse: Literal["previous"] | None = None,
             memory: Literal["full", "low"] = "full",
@@ -89,12 +102,14 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
         The forms are those of ``step``. In between is the place for ``clip_grad_norm_`` or a look at the gradient.
         """
         self._refuse_half_step("align")
+        self._meet_ranks()
         if hasattr(self, "grad_scale"):
             raise GradalignError(
                 "GradScaler cannot scale a closure's loss; use displace() and step(), or bfloat16 without a scaler"
             )
         arguments, numbers = as_parts(batch, parts, weights)
-        aligned = self.aligning and not self._alone(len(arguments))
+        cut_short = isinstance(parts, int) and parts > 1  # a last batch of one example: nothing to warn of
+        aligned = self.aligning and not self._alone(len(arguments), expected=cut_short)
         if self.overlap and aligned and len(arguments) > 1:
             raise GradalignError("overlap=True takes one part on every rank")
         work = ClosureStep(
@@ -112,11 +127,11 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
         if not aligned:
             work.plain()
         elif previous is not None:
-            work.with_previous(self.beta, previous)
+            work.with_previous(self.beta_now, previous)
         elif self.memory == "low":
-            work.low_memory(self.beta)
+            work.low_memory(self.beta_now)
         else:
-            work.stored(self.beta)
+            work.stored(self.beta_now)
         self._ready()
         return work.loss
 
@@ -144,12 +159,16 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
             raise GradalignError("step() was given parts but no closure")
         elif self._finite is None:
             self._finish()
+        else:  # by align() or clip_grad_norm_(), which came before GradScaler told its scale
+            self._refuse_unknown_scale()
+            self._unscale()
         if self._finite:
             self.optimizer.step()
+            forget_derived_values()  # an evaluation under the same autocast looks at the new point
         else:
             self.skipped_steps += 1
         self.steps += 1
-        self._passes, self._finite, self._scaled = None, None, False
+        self._end_of_step()
         self._mark_random()
         return loss
 
@@ -166,18 +185,12 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
         if self._passes is not None or self._finite is not None:
             raise GradalignError(f"{verb} came in the middle of a step; call step() first, or restore() to give it up")
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the wrapped optimizer more parameters; all ranks take the first one's values."""
-        super().add_param_group(param_group)
-        self._ranks.broadcast([p.detach() for p in self.param_groups[-1]["params"]])
-
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state dict, with GradAlign's own under "gradalign"."""
         self._refuse_half_step("state_dict()")
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        previous = None if self._previous is None else [self._previous.get(p) for p in parameters]
+        previous = None if self._previous is None else [self._previous.get(p) for p in self.all_parameters()]
         own = {
-            "beta": self.beta,
+            "beta": as_plain(self.beta),
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "previous": previous,
@@ -189,14 +202,14 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
         self._refuse_half_step("load_state_dict()")
         rest = dict(state_dict)
         own = rest.pop(STATE, None)
+        beta = self.beta if own is None else from_plain(own["beta"])  # before anything is changed
         self.optimizer.load_state_dict(rest)
         if own is None:
             return
-        self.beta, self.steps, self.skipped_steps = own["beta"], own["steps"], own["skipped_steps"]
+        self.beta, self.steps, self.skipped_steps = beta, own["steps"], own["skipped_steps"]
         self._previous = None
         if own["previous"] is not None:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            pairs = zip(parameters, own["previous"], strict=True)
+            pairs = zip(self.all_parameters(), own["previous"], strict=True)
             self._previous = {p: g.to(p.device, p.dtype, copy=True) for p, g in pairs if g is not None}
 
 

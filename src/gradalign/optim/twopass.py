@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradalign.errors import GradalignError
 from gradalign.optim.ranks import Gradients, Ranks
+from gradalign.optim.vectors import add_gradients, forget_derived_values, put_copies, put_values, take_gradients
 
 RandomState = tuple[Tensor, Tensor | None]
 
@@ -76,81 +77,6 @@ class FrozenBuffers:
             buffer.copy_(value)
             setattr(module, name, buffer)  # some modules put a new tensor in the buffer's place
         self._saved.clear()
-
-
-def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
-    """Take the gradients away from the parameters."""
-    taken: Gradients = []
-    for p in parameters:
-        if p.grad is not None and p.grad.layout is not torch.strided:
-            raise GradalignError(
-                f"GradAlign needs dense gradients, got a {p.grad.layout} one for a parameter of shape "
-                f"{tuple(p.shape)}; make its layer with sparse=False"
-            )
-        taken.append(p.grad)
-    for p in parameters:
-        p.grad = None
-    return taken
-
-
-def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-    """Make these the parameters' gradients."""
-    for p, g in zip(parameters, gradients, strict=True):
-        p.grad = g
-
-
-def add_gradients(total: Gradients, more: Gradients, share: float) -> Gradients:
-    """Return total + share · more; the memory of both is used up."""
-    for j, g in enumerate(more):
-        if g is not None:
-            kept = total[j]
-            total[j] = g.mul_(share) if kept is None else kept.add_(g, alpha=share)
-    return total
-
-
-def all_finite(gradients: Gradients) -> bool:
-    """Return whether no gradient holds NaN or infinity, with one wait for the device."""
-    checks = [torch.isfinite(g).all() for g in gradients if g is not None]
-    return bool(torch.stack(checks).all()) if checks else True
-
-
-@torch.no_grad()
-def displaced_points(parameters: Sequence[nn.Parameter], mean: Gradients, own: Gradients, beta: float) -> Gradients:
-    """Turn g_i into x − β(ḡ − g_i) in place; None where a parameter stays at x."""
-    points: Gradients = []
-    for p, m, g in zip(parameters, mean, own, strict=True):
-        if m is None:
-            points.append(None)
-        elif g is None:
-            points.append(torch.sub(p, m, alpha=beta))
-        else:
-            points.append(torch.add(p, g.sub_(m), alpha=beta, out=g))
-    return points
-
-
-@torch.no_grad()
-def swap(parameters: Sequence[nn.Parameter], points: Gradients) -> None:
-    """Exchange the parameters' values with these, exactly, through one parameter-sized piece of memory at a time."""
-    for p, point in zip(parameters, points, strict=True):
-        if point is not None:
-            before = p.detach().clone()
-            p.copy_(point)
-            point.copy_(before)
-
-
-@torch.no_grad()
-def put_values(parameters: Sequence[nn.Parameter], values: Gradients) -> None:
-    """Overwrite the parameters, where there is a value."""
-    for p, value in zip(parameters, values, strict=True):
-        if value is not None:
-            p.copy_(value)
-
-
-def put_copies(parameters: Sequence[nn.Parameter], memory: Gradients) -> None:
-    """Overwrite these vectors with the parameters' values."""
-    for p, vector in zip(parameters, memory, strict=True):
-        if vector is not None:
-            vector.copy_(p.detach())
 
 
 @dataclass
@@ -222,6 +148,8 @@ class TwoPasses:
     def stay(self) -> None:
         """Let second passes come and go without a trace."""
         self.staying = True
+        for part in self.parts:
+            part.vectors = []
         self._after = random_state(self.device)
         self._buffers.start()
 
@@ -243,6 +171,7 @@ class TwoPasses:
         for p, x, distance in zip(self.parameters, self._home or (), distances, strict=True):
             if x is not None and distance is not None:
                 torch.add(x, distance, alpha=self._beta, out=p)
+        forget_derived_values()
 
     def gather(self) -> bool:
         """Add the gradient of the point just visited to the total; return whether there was one."""
@@ -263,7 +192,5 @@ class TwoPasses:
         self._after = None
 
     def total(self) -> Gradients:
-        """Return the mean of what was gathered, NaN when this rank has to tell the others of a failed first pass."""
-        if self.spoiled:
-            return [torch.full_like(p, float("nan")) for p in self.parameters]
+        """Return the sum of what was gathered, each times its share."""
         return self._total

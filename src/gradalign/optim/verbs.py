@@ -2,94 +2,34 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import NoReturn
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import Gradients, Ranks
-from gradalign.optim.twopass import (
-    FrozenBuffers,
-    RandomState,
-    TwoPasses,
-    all_finite,
-    put_gradients,
-    random_state,
-    take_gradients,
-)
-from gradalign.optim.wrapper import OptimizerWrapper
-from gradalign.schedule import require
+from gradalign.optim.base import AlignedOptimizer
+from gradalign.optim.pending import LastPart, PlainGradient
+from gradalign.optim.ranks import Gradients, positive_weight
+from gradalign.optim.twopass import TwoPasses, random_state
+from gradalign.optim.vectors import all_finite, put_gradients, take_gradients
 
 
-class TwoVerbs(OptimizerWrapper):
-    """Everything of ``GradAlign`` but the step with a closure and the state dict; its settings are explained there."""
+class TwoVerbs(AlignedOptimizer):
+    """Everything of ``GradAlign`` but the step with a closure and the state dict."""
 
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step()
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        beta: float,
-        every: int = 1,
-        reuse: Literal["previous"] | None = None,
-        memory: Literal["full", "low"] = "full",
-        same_randomness: bool = True,
-        model: nn.Module | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        overlap: bool = False,
-    ) -> None:
-        super().__init__(optimizer)
-        require("beta", beta, least=0.0)
-        if every < 1:
-            raise GradalignError(f"every must be at least 1, got {every}")
-        if reuse not in (None, "previous"):
-            raise GradalignError(f'reuse must be "previous" or None, got {reuse!r}')
-        if memory not in ("full", "low"):
-            raise GradalignError(f'memory must be "full" or "low", got {memory!r}')
-        parallel = model if isinstance(model, DistributedDataParallel) else None
-        if overlap and parallel is None:
-            raise GradalignError("overlap=True needs model=..., a model wrapped in DistributedDataParallel")
-        self.beta, self.every, self.reuse, self.memory = beta, every, reuse, memory
-        self.same_randomness, self.overlap = same_randomness, overlap
-        self.steps, self.skipped_steps = 0, 0
-        self._parallel = parallel
-        self._ranks, self._buffers = Ranks(process_group), FrozenBuffers(model)
-        self._previous: dict[nn.Parameter, Tensor] | None = None
-        self._passes: TwoPasses | None = None
-        self._random: RandomState | None = None
-        self._scaled = False
-        self._finite: bool | None = None
-        everything = [p.detach() for group in self.param_groups for p in group["params"]]
-        self._ranks.broadcast(everything + ([] if model is None else list(model.buffers())))
-
-    @property
-    def aligning(self) -> bool:
-        """Whether the step now being prepared is an aligned one; when not, the second pass may be left out."""
-        return self.beta != 0.0 and self.steps % self.every == 0
-
-    def _alone(self, parts: int) -> bool:
-        """Whether there is a single part in all, which has nothing to be aligned with."""
-        if parts * self._ranks.size > 1 or self.reuse:
-            return False
-        warnings.warn(
-            "GradAlign has one part and nothing to align it with, so its steps are plain; give several parts or start "
-            "several ranks",
-            stacklevel=4,
-        )
-        return True
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; the random numbers of a first pass are counted from here on."""
+        if isinstance(self._pending, PlainGradient):  # a second pass begins that will add nothing
+            self._pending.put()
+            return
         super().zero_grad(set_to_none)
         if self._passes is None:
+            self._meet_ranks()
             self._mark_random()
 
     def _mark_random(self) -> None:
@@ -99,11 +39,13 @@ class TwoVerbs(OptimizerWrapper):
     def collect(self, weight: float = 1.0) -> None:
         """Keep what lies in ``.grad`` as the gradient of one part, after that part's first backward.
 
-        Only for several parts in one process; a single one is collected by ``displace``.
+        For several parts in one process, and for a weight; a single part is collected by ``displace``.
         """
+        weight = positive_weight(weight, "the weight of a part")
         if self._passes is None:
+            self._meet_ranks(after_a_pass=True)
             self._passes = TwoPasses(self.trained_parameters(), self._ranks, self._buffers)
-        if self._passes.displaced or self._finite is not None:
+        if self._passes.displaced or self._passes.staying or self._finite is not None:
             raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
         self._passes.collect(weight, self._random or random_state(self._passes.device))
         self._mark_random()
@@ -119,7 +61,7 @@ class TwoVerbs(OptimizerWrapper):
 
         Returns:
             Whether there is a point to go to. If not (β is 0, ``every`` says so, or the gradient is not finite) the
-            second pass may be left out, unless there is a scaler; when made, nothing comes of it.
+            step's gradient is in ``.grad`` already and the second pass may be left out; when made, nothing comes of it.
         """
         if self._finite is not None:
             raise GradalignError("the step is prepared already; call step() before the next displace()")
@@ -131,112 +73,161 @@ class TwoVerbs(OptimizerWrapper):
         if passes.staying:
             return False
         if not passes.displaced:
-            self._unscale_first_pass(passes, scaler)
-            return self._begin(passes)
+            scale = self._unscale_first_pass(passes, scaler)
+            return self._begin(passes, scale)
         if passes.visited == len(passes.parts):
             raise GradalignError("every part was displaced already; call step(), or restore() to give the step up")
-        passes.gather()
-        passes.visit(self.same_randomness)
+        if not passes.gather():
+            self._give_up("displace() came for the next part without a second backward for the one before")
+        self._visit(passes)
         return True
 
-    def _begin(self, passes: TwoPasses) -> bool:
+    def _begin(self, passes: TwoPasses, scale: float) -> bool:
         """Find ḡ and go to the first displaced point, or stay when this step has none."""
         if not self.aligning or self._alone(len(passes.parts)):
-            passes.stay()
-            return False
+            return self._stay(passes, self._mean(passes.parameters, passes.local_mean(), passes.weight), scale)
+        if self.overlap and len(passes.parts) > 1:
+            self._give_up("overlap=True takes one part on every rank")
         mean = self._take_previous(passes.parameters)
         if mean is None:
-            mean, _ = self._ranks.mean(passes.parameters, passes.local_mean(), passes.weight, None)
+            mean = self._mean(passes.parameters, passes.local_mean(), passes.weight)
             lost = not all_finite(mean)
         else:
-            # Only this rank knows; the others will hear of it with the displaced gradients.
-            lost = passes.spoiled = not all(all_finite(part.vectors) for part in passes.parts)
+            lost = not all(all_finite(part.vectors) for part in passes.parts)
+            if self.overlap:  # the averaging of the second pass is DDP's: all must make it, or nobody
+                anywhere, self._all_weight = self._ranks.sums([float(lost), passes.weight], passes.device)
+                lost = anywhere > 0.0
+            # Else this rank alone may know; the others hear of it with the displaced gradients.
+            passes.spoiled = lost and not self.overlap
+            if lost:
+                mean = [torch.full_like(p, float("nan")) for p in passes.parameters]
         if lost:
-            passes.stay()
-            return False
+            return self._stay(passes, mean, scale)
         self._warn_of_equal_ranks(passes, mean)
-        passes.aim(self.beta, mean)
-        passes.visit(self.same_randomness)
+        passes.aim(self.beta_now, mean)
+        self._visit(passes)
         return True
 
-    def _unscale_first_pass(self, passes: TwoPasses, scaler: GradScaler | None) -> None:
+    def _mean(self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float) -> Gradients:
+        """Return the mean over the ranks, and remember the sum of their weights."""
+        found = self._ranks.mean(parameters, gradients, weight, None)
+        self._all_weight = found.weight
+        return found.gradients
+
+    def _stay(self, passes: TwoPasses, gradients: Gradients, scale: float) -> bool:
+        """Put the step's gradient, scaled as the user's own would be, into ``.grad`` for the rest of the step."""
+        passes.stay()
+        if scale != 1.0:
+            gradients = [None if g is None else g.mul_(scale) for g in gradients]
+        self._pending = PlainGradient(passes.parameters, gradients)
+        return False
+
+    def _visit(self, passes: TwoPasses) -> None:
+        """Go to the next part's point; the last part's backward then completes the step's gradient in ``.grad``."""
+        passes.visit(self.same_randomness)
+        if passes.visited == len(passes.parts):
+            # DDP takes the plain mean over ranks: what it averages is weighted before.
+            whole = self._all_weight / self._ranks.size if self.overlap else passes.weight
+            share = passes.parts[-1].weight / whole
+            self._pending = LastPart(passes.parameters, passes.total(), share)
+
+    def _unscale_first_pass(self, passes: TwoPasses, scaler: GradScaler | None) -> float:
+        """Undo the scale of the gradients at x, and return it."""
         self._scaled = scaler is not None and scaler.is_enabled()
         if scaler is None or not self._scaled:
-            return
+            return 1.0
         if len(passes.parts) > 1:
-            raise GradalignError("a GradScaler works with one part in each process; collect() was used for several")
+            self._give_up("a GradScaler works with one part in each process; collect() was used for several")
+        scale = float(scaler.get_scale())
         for g in passes.parts[0].vectors:
             if g is not None:
-                g.div_(scaler.get_scale())
+                g.div_(scale)
+        return scale
 
     def _warn_of_equal_ranks(self, passes: TwoPasses, mean: Gradients) -> None:
         if self.steps or self._ranks.size == 1 or len(passes.parts) > 1:
             return
         pairs = zip(passes.parts[0].vectors, mean, strict=True)
         if all(g is None or m is None or torch.allclose(g, m) for g, m in pairs):
-            warnings.warn(
+            self._warn_once(
                 "all ranks have the same gradient, so there is nothing to align; was the first pass, forward and "
-                "backward, inside model.no_sync(), and has every rank its own part?",
-                stacklevel=4,
+                "backward, inside model.no_sync(), and has every rank its own part?"
             )
 
     def restore(self) -> None:
         """Give up a step half-way: the parameters go back to x exactly, and what was collected is forgotten."""
+        if self._pending is not None:
+            self._pending.close()
         if self._passes is not None:
             self._passes.go_home(self.same_randomness)
-        self._passes, self._finite, self._scaled = None, None, False
+            put_gradients(self._passes.parameters, [None] * len(self._passes.parameters))
+        self._end_of_step()
+
+    def _end_of_step(self) -> None:
+        self._passes, self._pending, self._finite, self._scaled = None, None, None, False
+
+    def _give_up(self, problem: str) -> NoReturn:
+        self.restore()
+        raise GradalignError(problem)
 
     def _finish(self) -> None:
         """End the passes: back to x, and the step's gradient in ``.grad``."""
         passes = self._passes
-        if passes is None:  # a plain step, with what lies in .grad
-            parameters = self.trained_parameters()
-            self._unscale(parameters)
-            if self._ranks.size > 1 and not self.overlap:
-                self._put_mean(parameters, take_gradients(parameters), 1.0)
-        elif passes.displaced:
+        if passes is not None and (passes.displaced or passes.staying):
             self._end_second_pass(passes)
-            if self.overlap:
-                put_gradients(passes.parameters, passes.total())
-            else:
-                self._put_mean(passes.parameters, passes.total(), passes.weight)
-        else:  # the gradients at x are the step's; a second pass, if one was made, found the same ones
-            take_gradients(passes.parameters)
-            passes.go_home(self.same_randomness)
-            self._refuse_unknown_scale()
-            gradients = passes.total() if passes.spoiled else passes.local_mean()
-            self._put_mean(passes.parameters, gradients, passes.weight)
+        else:
+            self._end_first_pass(passes)
         self._ready()
 
+    def _end_first_pass(self, passes: TwoPasses | None) -> None:
+        """Nobody displaced anything: the gradients at x, in ``.grad`` or collected, are the step's."""
+        parameters = self.trained_parameters()
+        if self.aligning and (passes is not None or any(p.grad is not None for p in parameters)):
+            self._warn_once(
+                "step() came without displace(), so nothing was aligned and the step is the wrapped optimizer's own; "
+                "use step(loss_fn, inputs, targets, parts=8), or displace() and a second backward before step()"
+            )
+        if passes is not None:
+            take_gradients(parameters)
+            self._refuse_unknown_scale()
+            put_gradients(parameters, self._mean(passes.parameters, passes.local_mean(), passes.weight))
+            return
+        self._meet_ranks(after_a_pass=True)
+        self._unscale()
+        if self._ranks.size > 1 and not self.overlap:
+            put_gradients(parameters, self._mean(parameters, take_gradients(parameters), 1.0))
+
     def _end_second_pass(self, passes: TwoPasses) -> None:
-        self._unscale(passes.parameters)
-        found = passes.gather()
-        passes.go_home(self.same_randomness)
-        problem = None
-        if not found:
-            problem = "step() came after displace() without a second backward"
-        elif passes.visited < len(passes.parts):
-            problem = f"step() came after {passes.visited} of {len(passes.parts)} parts were displaced"
-        if problem:
-            self.restore()
-            raise GradalignError(problem)
+        pending = self._pending
+        if passes.displaced and all(p.grad is None for p in passes.parameters):
+            self._give_up("step() came after displace() without a second backward")
+        if pending is None:
+            self._give_up(f"step() came after {passes.visited} of {len(passes.parts)} parts were displaced")
+        changed = pending.changed(allowed=1 if self._scaled else 0)  # GradScaler's unscaling or its search for inf
+        pending.finish()
         self._refuse_unknown_scale()
+        self._unscale()
+        passes.go_home(self.same_randomness)
+        own = self._ranks.size > 1 and (passes.spoiled or (not passes.staying and not self.overlap))
+        if own:  # it is this rank's own mean so far
+            gradients = take_gradients(passes.parameters)
+            put_gradients(passes.parameters, self._mean(passes.parameters, gradients, passes.weight))
+        if changed and (own or self.reuse):
+            self._warn_once(
+                "the gradients were changed between the last backward and step(), where they are not yet the mean "
+                "over all ranks, or not what reuse should keep; clip them with the optimizer's own clip_grad_norm_()"
+            )
 
     def _refuse_unknown_scale(self) -> None:
         if getattr(self, "grad_scale", None) is not None and not self._scaled:
-            self.restore()
-            raise GradalignError("the losses are scaled: give the scaler to displace(scaler=scaler)")
-
-    def _put_mean(self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float) -> None:
-        mean, _ = self._ranks.mean(parameters, gradients, weight, None)
-        put_gradients(parameters, mean)
+            self._give_up("the losses are scaled: give the scaler to displace(scaler=scaler)")
 
     @torch.no_grad()
-    def _unscale(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _unscale(self) -> None:
         """Undo GradScaler's scale; it hands it over as an attribute while its step() runs."""
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
-            for p in parameters:
+            for p in self.trained_parameters():
                 if p.grad is not None:
                     p.grad.div_(scale.to(p.grad.device))
 

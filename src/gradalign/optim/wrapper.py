@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from gradalign.errors import GradalignError
@@ -19,6 +19,20 @@ def _delegated(name: str) -> Any:
         setattr(self.optimizer, name, value)
 
     return property(read, write, doc=f"The wrapped optimizer's ``{name}``.")
+
+
+def refuse_sharded(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters of which a rank holds a shard only: a shard is no point to start from, nor one to displace."""
+    for p in parameters:
+        if getattr(p, "_fsdp_flattened", False):
+            kind = "parameters sharded by FullyShardedDataParallel"
+        elif hasattr(type(p), "placements"):  # a DTensor, told without importing its module
+            kind = "DTensor parameters (fully_shard or tensor parallel)"
+        else:
+            continue
+        raise GradalignError(
+            f"GradAlign needs whole parameters on every rank, got {kind}; use DistributedDataParallel, or no wrapper"
+        )
 
 
 class OptimizerWrapper(Optimizer):
@@ -42,9 +56,13 @@ class OptimizerWrapper(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def all_parameters(self) -> list[nn.Parameter]:
+        """Return all parameters, in the order of their groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that require a gradient now, in the order of their groups."""
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        return [p for p in self.all_parameters() if p.requires_grad]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -53,6 +71,11 @@ class OptimizerWrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give the wrapped optimizer more parameters."""
         self.optimizer.add_param_group(param_group)
+        try:
+            refuse_sharded(self.param_groups[-1]["params"])
+        except GradalignError:
+            self.param_groups.pop()
+            raise
 
     def step(self, closure: Callable[..., Any] | None = None) -> Any:
         """Take a step."""
