@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import compileall
+import importlib
 import json
 import os
 import py_compile
@@ -28,6 +29,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ RUN = ("algorithms", "local", "combinations", "constants", "streams", "weights",
 TOGETHER = ("products", "fast_limits", "together", "reference", "lockstep", "fast")
 OPTIM = ("optim", "weights")
 TASKS = ("partition", "holdout", "tasks", "streams", "constants", "evaluation")
+THEORY = ("checks", "theory")
 GUARDS: dict[str, tuple[str, ...]] = {
     "plan": RUN,
     "algorithms": RUN,
@@ -78,12 +81,12 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "tasks/divide": TASKS,
     "tasks/holdout": TASKS,
     "tasks/partition": TASKS,
-    "theory/calculus": ("theory",),
-    "theory/check": ("theory",),
-    "theory/descent": ("theory",),
-    "theory/federated": ("theory",),
-    "theory/problems": ("theory",),
-    "theory/sequential": ("theory",),
+    "theory/calculus": THEORY,
+    "theory/check": THEORY,
+    "theory/descent": THEORY,
+    "theory/federated": THEORY,
+    "theory/problems": THEORY,
+    "theory/sequential": THEORY,
 }
 
 # Replacements that a tired person might write; most others of cosmic-ray's fail at once for want of a meaning.
@@ -147,7 +150,7 @@ def operator_of(name: str) -> Operator:
 
 
 def _bare(source: str) -> str:
-    """Return the code without what nobody runs: annotations, and classes' decorators (frozen, keyword-only)."""
+    """Return the code without what nobody runs: annotations, the ``*`` of signatures, classes' decorators."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -155,6 +158,8 @@ def _bare(source: str) -> str:
             for argument in ast.walk(node.args):
                 if isinstance(argument, ast.arg):
                     argument.annotation = None
+            node.args.args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            node.args.posonlyargs = node.args.kwonlyargs = []
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(value=None)
         elif isinstance(node, ast.ClassDef):
@@ -232,8 +237,8 @@ class Bench:
         named = [ROOT / "tests" / f"test_{name}.py" for name in dict.fromkeys(GUARDS[module])]
         return [str(path) for path in named if path.exists()]
 
-    def survives(self, mutant: Mutant) -> str:
-        """Return killed, survived or timeout."""
+    def try_out(self, mutant: Mutant) -> tuple[str, str]:
+        """Return killed, survived or timeout, and the test that noticed."""
         path = self.folder / "src/gradalign" / f"{mutant.module}.py"
         source = path.read_text(encoding="utf-8")
         changed = mutate_code(source, operator_of(mutant.operator), mutant.occurrence)
@@ -242,24 +247,31 @@ class Bench:
             code = self.fork(self.tests_of(mutant.module))
         finally:
             path.write_text(source, encoding="utf-8")
-        return {0: "survived", None: "timeout"}.get(code, "killed")
+        failed = re.findall(
+            r"^(?:FAILED|ERROR) (\S+)", (self.folder / "log.txt").read_text(errors="replace"), re.MULTILINE
+        )
+        return {0: "survived", None: "timeout"}.get(code, "killed"), failed[0] if failed else ""
 
-    def fork(self, tests: list[str]) -> int | None:
+    def require_passing(self, modules: set[str]) -> None:
+        """Raise unless the tests pass on the code as it is: else every mutant would be called killed."""
+        tests = sorted({test for module in modules for test in self.tests_of(module)})
+        if self.fork(tests, patience=20) != 0:
+            raise SystemExit((self.folder / "log.txt").read_text(errors="replace")[-2000:])
+
+    def fork(self, tests: list[str], patience: float = 1.0) -> int | None:
         """Run the tests in a child of its own group; return its exit code, None when it took too long."""
         child = os.fork()
         if not child:
             self._be_tested(tests)
-        end, code = time.monotonic() + self.limit, None
+        end, code = time.monotonic() + patience * self.limit, None
         while time.monotonic() < end:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
                 break
             time.sleep(0.05)
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # also what a dead child has left behind
-        except ProcessLookupError:
-            pass
         if code is None:
             os.waitpid(child, 0)
         return code
@@ -313,19 +325,27 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         bench = Bench(Path(folder), given.timeout)
+        if "unchanged" not in results:
+            print("the tests on the unchanged code", flush=True)
+            bench.require_passing({mutant.module for mutant in tried})
+            _note(given.results, {"name": "unchanged", "outcome": "passed"})
         for mutant in tried:
             if mutant.name in results:
                 continue
             if given.seconds and time.monotonic() - began > given.seconds:
                 break
             start = time.monotonic()
-            outcome = bench.survives(mutant)
+            outcome, test = bench.try_out(mutant)
             results[mutant.name] = outcome
             print(f"{outcome:9} {time.monotonic() - start:6.1f} s  {mutant.name}", flush=True)
-            if given.results:
-                with given.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"name": mutant.name, "outcome": outcome}, ensure_ascii=False) + "\n")
+            _note(given.results, {"name": mutant.name, "outcome": outcome, "test": test})
     return _conclude([mutant.name for mutant in tried], results)
+
+
+def _note(path: Path | None, entry: dict[str, str]) -> None:
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 def _known(path: Path | None) -> dict[str, str]:
@@ -334,17 +354,11 @@ def _known(path: Path | None) -> dict[str, str]:
 
 
 def _import_the_heavy() -> None:
-    """Import once what every fork needs; not gradalign, of which every fork has a copy of its own."""
-    import hypothesis
-    import matplotlib
-    import numpy
-    import pytest
-    import sklearn.datasets
-    import torch.nn
-
-    torch.nn.functional.cross_entropy  # noqa: B018
-    assert hypothesis and matplotlib and numpy and pytest and sklearn
-    assert not any(name.partition(".")[0] == "gradalign" for name in sys.modules), "gradalign was imported too early"
+    """Import once what every fork needs; not gradalign, of which every fork takes the changed copy."""
+    for name in ("hypothesis", "matplotlib.figure", "pydantic", "pytest", "sklearn.datasets", "torch.distributed"):
+        importlib.import_module(name)
+    if any(name.partition(".")[0] == "gradalign" for name in sys.modules):
+        raise RuntimeError("gradalign was imported before the forks")
 
 
 def _conclude(names: list[str], results: dict[str, str]) -> int:
