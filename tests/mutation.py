@@ -45,7 +45,7 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
 RUN = ("algorithms", "local", "combinations", "constants", "streams", "weights", "reference")
-TOGETHER = ("products", "fast_limits", "together", "reference", "lockstep", "fast")
+TOGETHER = ("products", "fast_limits", "reference", "together")
 OPTIM = ("optim", "weights")
 TASKS = ("partition", "holdout", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory")
@@ -54,16 +54,16 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "algorithms": RUN,
     "server": ("server", *RUN),
     "schedule": ("schedule", "constants", "algorithms"),
-    "seeding": ("streams", "local", "holdout", "corners"),
-    "training": ("local", "constants", *RUN),
-    "local": (*RUN, "evaluation", "measuring", "fast", "corners"),
-    "step": (*RUN, "fast_limits", "fast"),
-    "outer": ("fast_limits", "fast", "lockstep"),
-    "spectrum": ("spectrum", "fast"),
+    "seeding": ("streams", "local", "holdout"),
+    "training": ("constants", *RUN),
+    "local": (*RUN, "evaluation", "measuring", "fast_limits"),
+    "step": (*RUN, "fast_limits"),
+    "outer": ("fast_limits", "reference"),
+    "spectrum": ("spectrum",),
     "alignment": ("alignment", "measuring", "weights", "evaluation"),
-    "experiment/rounds": (*RUN, "evaluation", "measuring", "corners", "engines"),
+    "experiment/rounds": (*RUN, "evaluation", "measuring"),
     "experiment/tally": RUN,
-    "experiment/measure": ("evaluation", "measuring", "weights", "cadence", "runs"),
+    "experiment/measure": ("evaluation", "measuring", "weights", "cadence"),
     "cohort/batches": TOGETHER,
     "cohort/eligible": TOGETHER,
     "cohort/large": TOGETHER,

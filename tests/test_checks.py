@@ -7,12 +7,16 @@ import math
 import pytest
 import torch
 
+from gradalign.algorithms import Scaffold
+from gradalign.cohort.small import CohortTrainer
+from gradalign.experiment.federation import Federation
 from gradalign.theory import descent as condition
 from gradalign.theory.calculus import Calculus
 from gradalign.theory.check import halvings, limit, order, order_claim, slope_of
 from gradalign.theory.descent import beta_bound, descent, wavy_bowl
 from gradalign.theory.federated import fedga
-from gradalign.theory.problems import Arena, quadratic_task
+from gradalign.theory.problems import Arena, mlp_task, quadratic_task
+from gradalign.theory.whole import whole_rounds
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +100,30 @@ def test_the_slope_of_uneven_points_is_the_least_squares_line():
     slope, fit = slope_of((1.0, 2.0, 4.0), (1.0, 2.0, 8.0))
     assert slope == pytest.approx(1.5)
     assert fit == pytest.approx(1 - (1 / 6) / (14 / 3))
+
+
+def failed(checks):
+    return {check.number for check in checks if not check.passed}
+
+
+def test_whole_rounds_see_weights_memory_and_cohorts(monkeypatch):
+    network = Arena(mlp_task(seed=0, clients=4), seed=0)
+    assert failed(whole_rounds(network)) == set()
+    assert all(check.measured < 1e-12 for check in whole_rounds(network)), "rounding, far below what is allowed"
+    with monkeypatch.context() as broken:
+        broken.setattr(Federation, "weight", lambda self, client: 1.0)
+        assert failed(whole_rounds(network)) == {"12a", "12b", "12c"}
+    with monkeypatch.context() as broken:
+        right = Scaffold.keep
+        broken.setattr(Scaffold, "keep", lambda self, *given: 0.99 * right(self, *given))
+        assert failed(whole_rounds(network)) == {"12b"}
+    with monkeypatch.context() as broken:
+        train = CohortTrainer.train_sum
+
+        def short(self, *given, **more):
+            reply = train(self, *given, **more)
+            reply.update.mul_(0.99)
+            return reply
+
+        broken.setattr(CohortTrainer, "train_sum", short)
+        assert failed(whole_rounds(network)) == {"12c"}
