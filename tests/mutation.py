@@ -264,16 +264,16 @@ class Bench:
         if not child:
             self._be_tested(tests)
         end, code = time.monotonic() + patience * self.limit, None
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                code = os.waitstatus_to_exitcode(status)
-                break
-            time.sleep(0.05)
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # also what a dead child has left behind
-        if code is None:
-            os.waitpid(child, 0)
+        try:
+            while code is None and time.monotonic() < end:
+                time.sleep(0.05)
+                done, status = os.waitpid(child, os.WNOHANG)
+                code = os.waitstatus_to_exitcode(status) if done else None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # also what a dead child has left behind
+            if code is None:
+                os.waitpid(child, 0)
         return code
 
     def _be_tested(self, tests: list[str]) -> None:
@@ -282,6 +282,7 @@ class Bench:
         code = 70
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             log = os.open(self.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(log, stream)
@@ -313,6 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--results", type=Path, help="a file of results, one JSON object a line; known ones are skipped"
     )
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that forks and files are cleared away
     unknown = set(given.modules) - set(GUARDS)
     if unknown:
         parser.error(f"no module {sorted(unknown)[0]}; choose from {', '.join(GUARDS)}")
