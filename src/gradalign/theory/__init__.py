@@ -1,7 +1,8 @@
 """Numerical checks of the paper's lemma and theorems, run on the library's own algorithms.
 
 Every check runs the algorithm through the same plan, trainer and engine that an experiment uses, in float64 on whole
-clients, and compares it with calculus done independently. A fault in the library therefore shows up as a failed check.
+clients, and compares it with calculus done independently. So a fault in the arithmetic of a round shows up as a failed
+check; what the checks do not see is mini-batches, clients that fall silent, and layers that the problems do not have.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from gradalign.theory.descent import descent
 from gradalign.theory.federated import fedga, forms, gradalign, measuring_tools, scaffold
 from gradalign.theory.problems import Arena, mlp_task, quadratic_task, users_task
 from gradalign.theory.sequential import lemma_1, linear_scaling, surrogate, theorem_1
+from gradalign.theory.whole import whole_rounds
 
 __all__ = ["Check", "check_arena", "iter_checks", "verify"]
 
@@ -28,6 +30,7 @@ _CLAIMS: tuple[Callable[[Arena], list[Check]], ...] = (
     linear_scaling,
     forms,
     measuring_tools,
+    whole_rounds,
 )
 
 

@@ -1,0 +1,105 @@
+"""Whole rounds to the last digit: what no order can show, unequal weights, kept memory and clients trained together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradalign.algorithms import FedGA, Scaffold
+from gradalign.engines.local import InProcessEngine
+from gradalign.experiment.federation import Federation, ServerState
+from gradalign.experiment.rounds import play_round
+from gradalign.plan import Algorithm, combine
+from gradalign.tasks.task import Task
+from gradalign.theory.calculus import Calculus
+from gradalign.theory.check import Check, limit
+from gradalign.theory.problems import Arena
+from gradalign.training import LocalTraining
+
+STEPS = 3
+COPIES = 7
+"""Of four clients: enough for a round in which clients train together."""
+_ROUNDING = 1e-11
+
+
+def _uneven(arena: Arena) -> Task | None:
+    """Return a task of four clients with unequally many examples, None where batches are not tensors side by side."""
+    clients = []
+    for place, client in enumerate(arena.clients[:4]):
+        examples = arena.task.client(client)
+        batch = examples.batch(torch.arange(max(1, len(examples) * (place + 1) // 4)))
+        if not isinstance(batch, tuple | list) or not all(isinstance(part, Tensor) for part in batch):
+            return None
+        clients.append(tuple(batch))
+    return replace(arena.task, clients=clients)
+
+
+def _by_library(arena: Arena, task: Task, algorithm: Algorithm, lr: float, rounds: int) -> Tensor:
+    """Return the server's point after some rounds with all clients, weighted by their examples."""
+    local, everyone = LocalTraining(lr=lr, steps=STEPS), len(task.clients)
+    federation = Federation(
+        task=task, algorithm=combine(algorithm), local=local, per_round=everyone, by_examples=True, seed=arena.seed
+    )
+    state = ServerState(point=arena.at(arena.x))
+    with InProcessEngine(task, local, arena.seed, crowd=everyone) as engine:
+        for _ in range(rounds):
+            state, _ = play_round(federation, engine, state)
+    return state.point.x
+
+
+def _walk(calculus: Calculus, start: Tensor, client: int, correction: Tensor, lr: float) -> Tensor:
+    y = start
+    for _ in range(STEPS):
+        y = y - lr * (calculus.gradient(y, client) + correction)
+    return y - start
+
+
+def _fedga(calculus: Calculus, x: Tensor, shares: Sequence[float], lr: float, beta: float) -> Tensor:
+    """Return x + Σ p_i Δ_i, client i starting from x − β(ḡ − g_i) with ḡ = Σ p_i g_i."""
+    own = [calculus.gradient(x, client) for client in range(len(shares))]
+    mean, moved = torch.stack([p * g for p, g in zip(shares, own, strict=True)]).sum(dim=0), x
+    for client, share in enumerate(shares):
+        start = x - beta * (mean - own[client])
+        moved = moved + share * _walk(calculus, start, client, torch.zeros_like(x), lr)
+    return moved
+
+
+def _scaffold(calculus: Calculus, x: Tensor, shares: Sequence[float], lr: float, rounds: int) -> Tensor:
+    """Return x after rounds of option II: c_i = s − k_i, k_i ← k_i − s − Δ_i/(αK), s ← s + Σ p_i (k_i⁺ − k_i)."""
+    kept, shared = [torch.zeros_like(x) for _ in shares], torch.zeros_like(x)
+    for _ in range(rounds):
+        moves = [_walk(calculus, x, i, shared - kept[i], lr) for i in range(len(shares))]
+        new = [k - shared - move / (lr * STEPS) for k, move in zip(kept, moves, strict=True)]
+        changes = zip(shares, new, kept, strict=True)
+        shared = shared + torch.stack([p * (after - before) for p, after, before in changes]).sum(dim=0)
+        x, kept = x + torch.stack([p * move for p, move in zip(shares, moves, strict=True)]).sum(dim=0), new
+    return x
+
+
+def whole_rounds(arena: Arena) -> list[Check]:
+    """Check rounds with unequal weights, with memory and in cohorts against the same arithmetic by plain autograd."""
+    task = None if arena.quadratic else _uneven(arena)
+    if task is None:
+        return []
+    lr = 0.2 * arena.unit
+    beta = 2.0 * lr
+    calculus, sizes = Calculus(task, arena.seed), [len(task.client(i)) for i in range(len(task.clients))]
+    shares = [size / sum(sizes) for size in sizes]
+    aligned, kept = _fedga(calculus, arena.x, shares, lr, beta), _scaffold(calculus, arena.x, shares, lr, 3)
+    copied = replace(task, clients=list(task.clients) * COPIES)
+
+    def apart(found: Tensor, expected: Tensor) -> float:
+        return float((found - expected).norm() / (expected - arena.x).norm())
+
+    once = apart(_by_library(arena, task, FedGA(beta=beta), lr, 1), aligned)
+    memory = apart(_by_library(arena, task, Scaffold(control="kept"), lr, 3), kept)
+    together = apart(_by_library(arena, copied, FedGA(beta=beta), lr, 1), aligned)
+    number = f"{len(copied.clients)} clients train together where the model allows it"
+    return [
+        limit("12a", arena.name, "a round of FedGA weighted by examples", "relative gap", once, _ROUNDING),
+        limit("12b", arena.name, "three rounds of SCAFFOLD with memory", "relative gap", memory, _ROUNDING),
+        limit("12c", arena.name, "12a with every client seven times", "relative gap", together, _ROUNDING, number),
+    ]
