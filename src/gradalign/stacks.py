@@ -72,6 +72,7 @@ def is_blind(layer: nn.Module) -> bool:
 
 
 def flattens(layer: nn.Module) -> bool:
+    """Return whether a layer makes one row of every example."""
     return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1) and not is_hooked(layer)
 
 

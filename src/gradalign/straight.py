@@ -167,8 +167,8 @@ def _run_from(node: fx.Node, module: nn.Module) -> list[tuple[fx.Node, nn.Module
     if type(layer) is not nn.Conv2d or not is_blind(layer):
         return []
     run = [(node, layer)]
-    while len(node.users) == 1:
-        node = next(iter(node.users))
+    while list(node.users) == [node.next]:  # nothing else sees what is in between, or happens in between
+        node = node.next
         after = _layer_of(node, module)
         if after is None or not (is_blind(after) or flattens(after)):
             break
