@@ -232,19 +232,6 @@ def test_activations_in_place_agree_in_cohorts(activation):
     close(both(task, ga.FedGA(beta=0.1), LOCALS[0]))
 
 
-def test_a_decay_too_small_for_one_step_is_not_lost_over_many():
-    """lr·decay = 1e-8 is nothing beside 1 in float32; 3,000 steps of it are."""
-    local = ga.LocalTraining(lr=0.001, steps=3000, batch_size=4, weight_decay=1e-5)
-    task = small(26, [4])
-    assert GroupTrainer(task, local, 0, crowd=26).cohort is not None
-    quiet = ga.Measure(test_every=0, train_every=0)
-    runs = [
-        ga.run(task, ga.FedAvg(), rounds=1, local=local, workers=0, fast=fast, measure=quiet) for fast in (True, False)
-    ]
-    fast, plain = (vector(run) for run in runs)
-    assert float((fast - plain).norm()) < 3e-6 * float(plain.norm())
-
-
 def test_a_watched_weight_of_a_convolution_keeps_its_watcher():
     def model() -> nn.Module:
         made = convolutional()

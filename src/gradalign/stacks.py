@@ -44,7 +44,7 @@ def run_stacks_faster(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, nn.Sequential) and is_plain_stack(part):
             if any(type(layer) is nn.Conv2d for layer in part):
-                part.forward = FasterStack(part)  # type: ignore[assignment, method-assign]
+                part.forward = FasterStack(part)  # type: ignore[method-assign]
         elif type(part) is nn.Conv2d and not is_hooked(part):
             part.forward = FasterConvolution(part)  # type: ignore[assignment, method-assign]
 
@@ -72,6 +72,7 @@ def is_blind(layer: nn.Module) -> bool:
 
 
 def flattens(layer: nn.Module) -> bool:
+    """Return whether a layer makes one row of every example."""
     return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1) and not is_hooked(layer)
 
 

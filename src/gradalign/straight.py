@@ -166,9 +166,9 @@ def _run_from(node: fx.Node, module: nn.Module) -> list[tuple[fx.Node, nn.Module
     layer = _layer_of(node, module)
     if type(layer) is not nn.Conv2d or not is_blind(layer):
         return []
-    run = [(node, layer)]
-    while len(node.users) == 1:
-        node = next(iter(node.users))
+    run: list[tuple[fx.Node, nn.Module]] = [(node, layer)]
+    while list(node.users) == [node.next]:  # nothing else sees what is in between, or happens in between
+        node = node.next
         after = _layer_of(node, module)
         if after is None or not (is_blind(after) or flattens(after)):
             break
@@ -180,8 +180,9 @@ def _run_from(node: fx.Node, module: nn.Module) -> list[tuple[fx.Node, nn.Module
 
 def _layer_of(node: fx.Node, module: nn.Module) -> nn.Module | None:
     """Return the layer that a node is a call of, given one tensor: the module's own, or one like a function's call."""
-    given, *numbers = node.args or (None,)
-    named = dict(node.kwargs)
+    arguments: list[Any] = [*node.args, None]
+    given, numbers = arguments[0], arguments[1:-1]
+    named: dict[str, Any] = dict(node.kwargs)
     constant = all(value is None or isinstance(value, int | tuple) for value in [*numbers, *named.values()])
     if not isinstance(given, fx.Node) or not constant:
         return None
