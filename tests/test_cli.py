@@ -182,9 +182,10 @@ BAD = [
     ("local.learning_rate=1", "local.learning_rate is not a known setting"),
     ("local.lr=-1", "local.lr: must be greater than 0, got -1"),
     ("local.lr=fast", "local.lr: must be a valid number, got 'fast'"),
+    ('local.lr={kind="warmup",value=0.1}', "local.lr: a warm-up's length is given by rounds or share, got neither"),
     (
-        'local.lr={kind="warmup",value=0.1}',
-        'local.lr: a "warmup" schedule has the keys value, rounds, start; rounds is missing',
+        'local.lr={kind="warmup",rounds=3,value=0.1,end=0.0}',
+        'local.lr: a "warmup" schedule has the keys value, rounds, start, share; end is not one of them',
     ),
     ("rounds=0", "rounds: must be greater than or equal to 1, got 0"),
     ("rounds=2.5", "rounds: must be a valid integer, got 2.5"),

@@ -43,7 +43,7 @@ def end_of(things) -> np.ndarray:
     local = ga.LocalTraining(lr=0.07, steps=steps, weight_decay=0.01)
     options = {"weights": "examples", "dropout": 0.4, "seed": 2, "rounds": 2, "workers": 0, "measure": UNMEASURED}
     result = ga.run(Quadratics.make(4, examples=SIZES).task(), algorithm, local=local, **options)
-    assert result.history["reported"][1:] == [3, 2]  # partial answers
+    assert result.history["reported"][1:] == [2, 3]  # partial answers
     return final_point(result)
 
 
@@ -93,7 +93,7 @@ def test_a_server_rule_alone_is_fedavg_with_it_in_every_engine():
 
 UNEVEN = [3, 5, 9, 10] * 7
 BATCH, STEPS = 4, 2
-TRAINED = sum(STEPS * min(BATCH, size) for size in UNEVEN)
+TRAINED = 7 * (3 + 3 + 4 + 1 + 4 + 4 + 4 + 4)  # a client of 5 has a batch of 4 and one of 1, a client of 3 begins anew
 WHOLE = sum(UNEVEN)
 LIMITED = sum(min(6, size) for size in UNEVEN)
 
@@ -144,15 +144,13 @@ def test_examples_are_counted_as_they_were_spent(where, algorithm, limit, gradie
 
 
 def test_a_silent_client_has_spent_its_gradient():
-    """Of four clients two fall silent after the gradient phase: their gradients count, their steps do not."""
+    """Of four clients some fall silent after the gradient phase: their gradients count, their steps do not."""
     task = Quadratics.make(4, examples=SIZES).task()
     local = ga.LocalTraining(lr=0.05, steps=3)
     result = ga.run(task, ga.FedGA(beta=0.1), rounds=1, local=local, dropout=0.4, seed=2, workers=0, measure=UNMEASURED)
-    (answered,) = [k for k in result.history["reported"] if k is not None]
-    assert answered == 3
-    federation_silent = result.summary["examples"] - sum(SIZES)
-    possible = {3 * sum(SIZES) - 3 * size for size in SIZES}  # all but one took three steps on all they have
-    assert federation_silent in possible
+    assert result.history["reported"] == [None, 2]
+    stepped = result.summary["examples"] - sum(SIZES)
+    assert stepped in {3 * (a + b) for a, b in itertools.combinations(SIZES, 2)}  # three steps on all that they have
 
 
 # min_fraction and device
@@ -161,8 +159,8 @@ def test_a_silent_client_has_spent_its_gradient():
 def test_run_takes_the_least_fraction_of_answers():
     task = Quadratics.make(4).task()
     options = {"rounds": 2, "local": ga.LocalTraining(lr=0.1), "dropout": 0.4, "seed": 2, "workers": 0}
-    assert ga.run(task, ga.FedAvg(), min_fraction=0.5, **options).history["reported"][1:] == [3, 2]
-    with pytest.raises(ga.GradalignError, match="only 2 of 4 clients answered the training phase of round 2, and 3"):
+    assert ga.run(task, ga.FedAvg(), min_fraction=0.5, **options).history["reported"][1:] == [2, 3]
+    with pytest.raises(ga.GradalignError, match="only 2 of 4 clients answered the training phase of round 1, and 3"):
         ga.run(task, ga.FedAvg(), min_fraction=0.75, **options)
     with pytest.raises(ga.GradalignError, match=r"clients\.min_fraction must be in \[0, 1\], got 1.5"):
         ga.run(task, ga.FedAvg(), min_fraction=1.5, **options)
