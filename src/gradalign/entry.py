@@ -7,8 +7,11 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     import _signal as signal  # type: ignore[import-not-found]  # loads ten times as fast as signal
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of a command that has not begun
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of a command that has not begun
+    except ValueError:  # not the main thread: signals are someone else's
+        pass
     from gradalign import stopping
 
     stopping.listen()

@@ -47,9 +47,12 @@ _now = _State()
 
 def listen() -> None:
     """Take over SIGINT and SIGTERM; one that the caller ignores, as under nohup, stays ignored."""
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _on_signal)
+    try:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _on_signal)
+    except ValueError:  # not the main thread: signals are someone else's
+        return
 
 
 def let_go() -> None:
