@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradalign.batches import map_tensors
-
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _KEEP_BYTES = 512 * 1024 * 1024
@@ -118,5 +116,10 @@ def gains_from_channels_last(module: nn.Module) -> bool:
 
 def to_channels_last(batch: Any) -> Any:
     """Lay every image batch out with the channels innermost; the numbers stay the same."""
-    channels_last = torch.channels_last
-    return map_tensors(lambda t: t.contiguous(memory_format=channels_last) if t.ndim == 4 else t, batch)
+    if isinstance(batch, Tensor):
+        return batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch
+    if isinstance(batch, dict):
+        return {key: to_channels_last(value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
+        return type(batch)(to_channels_last(value) for value in batch)
+    return batch

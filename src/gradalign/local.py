@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradalign.batches import map_tensors
 from gradalign.errors import GradalignError
 from gradalign.fast import fill_channels, gains_from_channels_last, pool_before_relu, to_channels_last
 from gradalign.flat import FlatModel, Point
@@ -114,8 +113,15 @@ class LocalTrainer:
 
     def _place(self, batch: Any) -> Any:
         """Move a batch to the model's device, floats in the model's precision, images in its memory format."""
-        placed = map_tensors(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), batch)
-        return to_channels_last(placed) if self.channels_last else placed
+        if isinstance(batch, Tensor):
+            tensor = batch.to(self.device, self.dtype if batch.is_floating_point() else None)
+            return to_channels_last(tensor) if self.channels_last else tensor
+        if isinstance(batch, dict):
+            return {key: self._place(value) for key, value in batch.items()}
+        if isinstance(batch, tuple | list):
+            placed = [self._place(value) for value in batch]
+            return type(batch)(*placed) if hasattr(batch, "_fields") else type(batch)(placed)
+        return batch
 
     def loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""

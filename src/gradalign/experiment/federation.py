@@ -57,10 +57,7 @@ class Federation:
 
     def weight(self, client: int) -> float:
         """Return the client's weight before normalisation."""
-        if not self.by_examples:
-            return 1.0
-        sizes = self.task.sizes
-        return float(len(self.task.client(client, self.seed)) if sizes is None else sizes[client])
+        return float(len(self.task.client(client, self.seed))) if self.by_examples else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

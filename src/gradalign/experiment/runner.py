@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gradalign._version import __version__
@@ -148,8 +148,6 @@ def execute(
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
     measure = settle(measure, federation, rounds)
-    if folder is not None:
-        _require_writable(federation)
     restored = folder.restore() if folder is not None else None
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)
@@ -191,21 +189,6 @@ def execute(
     if folder is not None:
         folder.finish(model.state_dict(), summary)
     return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
-
-
-def _require_writable(federation: Federation) -> None:
-    """Refuse a model whose state cannot be written, before it is trained."""
-    state = federation.task.make_model(federation.seed).state_dict()
-    odd = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
-    if odd is not None:
-        raise GradalignError(
-            f"the model's state has {odd}, a {type(state[odd]).__name__}, and only tensors can be written; let "
-            "get_extra_state return a tensor, or run without a folder"
-        )
-    try:
-        save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()})
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise GradalignError(f"the model's state cannot be written: {error}") from None
 
 
 def _same_model(state: ServerState, initial: ServerState) -> None:
