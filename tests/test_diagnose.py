@@ -9,8 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from gradalign.alignment import Probe, spread
-from gradalign.diagnose import _r_and_cosine, beta_range, diagnose, distinct_splits, pieces_of, random_split, verdict_of
+from gradalign.diagnose import beta_range, diagnose, verdict_of
 from gradalign.errors import GradalignError
+from gradalign.random_splits import distinct_splits, pieces_of, r_and_cosine, random_split
 from gradalign.tasks.digits import digits
 from gradalign.tasks.task import Task
 
@@ -97,7 +98,7 @@ def test_the_random_split_keeps_sizes_and_deals_every_example_once():
 
 
 def test_examples_that_cannot_be_mixed_leave_the_null_out():
-    clients = [(torch.randn(4, 3), torch.zeros(4)), (torch.randn(4, 5), torch.zeros(4))]
+    clients = [(torch.ones(4, 3), torch.full((4,), 10.0)), (torch.ones(4, 5), torch.full((4,), -10.0))]
     task = Task(
         model=torch.nn.Linear(1, 1),
         clients=clients,
@@ -215,7 +216,7 @@ def test_a_mixture_that_the_model_refuses_is_unknown_not_misaligned():
             raise KeyError("one client at a time")
         return model(batch[0]), batch[1]
 
-    clients = [(torch.full((6, 2), float(n)) + 0.1 * torch.randn(6, 2), torch.arange(6) % 2) for n in range(4)]
+    clients = [(torch.full((6, 2), float(n)) + 0.1 * torch.randn(6, 2), torch.full((6,), n % 2)) for n in range(4)]
     found = diagnose(Task(model=torch.nn.Linear(2, 2), clients=clients, predict=predict))
     assert found.verdict == "unknown"
     assert "one client at a time" in found.sentence
@@ -225,7 +226,7 @@ def test_r_of_a_split_is_that_of_two_passes():
     probe = Probe(trial(3, clients=4, examples=9))
     point, parts = probe.start(), random_split(probe, 5)
     expected = spread(probe, point, parts)
-    assert _r_and_cosine(probe, point, parts) == pytest.approx((expected.r, expected.pairwise))
+    assert r_and_cosine(probe, point, parts) == pytest.approx((expected.r, expected.pairwise))
 
 
 def test_overlapping_examples_are_dealt_in_pieces():

@@ -136,7 +136,8 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
             f"{found.splits} random splits of the same examples: mean {number(found.r_random)}, from {low} to {high}"
         )
     table.add_row("r(x)", f"{number(found.r)}; {random}")
-    table.add_row("p", f"{number(found.p_value)}, the chance that random clients disagree as much")
+    least = " at most" if found.p_value is not None and found.p_value * (found.splits + 1) < 1.5 else ""
+    table.add_row("p", f"{number(found.p_value)}{least}, the chance that random clients disagree as much")
     table.add_row(
         "cosine between clients", f"{number(found.between)}; after a random split {number(found.between_random)}"
     )

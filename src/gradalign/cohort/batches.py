@@ -112,7 +112,8 @@ def plan_batches(
 
 def _orders(seeds: Sequence[int], sizes: Sequence[int], passes: Sequence[int]) -> Tensor:
     """Return the clients' shuffled passes over their examples, one after the other."""
-    generator, drawn = torch.Generator(), []  # one for all, in turn: making one costs more than seeding it
+    generator = torch.Generator()  # one for all, in turn: making one costs more than seeding it
+    drawn: list[Tensor] = []
     for own, size, count in zip(seeds, sizes, passes, strict=True):
         generator.manual_seed(own)
         drawn += itertools.islice(shuffled_passes(size, generator), count)

@@ -83,6 +83,7 @@ class GroupTrainer:
         self.lockstep = None if model is None else LockstepTrainer(local, seed, model)
         self.width = 1 if self.cohort is None else COHORT
         self.sum_width = TOGETHER if self.lockstep is not None else self.width
+        self._asked: tuple[list[int], list[int] | None] | None = None
 
     def sums(self, shifted: bool) -> bool:
         """Return whether adding up inside a group gains anything, for plans that are shifts or for any plans."""
@@ -173,6 +174,11 @@ class GroupTrainer:
 
     def _sizes(self, clients: Sequence[int]) -> list[int] | None:
         """Return how many examples each of these clients has when they are all of one kind, else None."""
+        if self._asked is None or self._asked[0] != list(clients):  # a round asks twice
+            self._asked = list(clients), self._counted(clients)
+        return self._asked[1]
+
+    def _counted(self, clients: Sequence[int]) -> list[int] | None:
         everyone, sizes = self.task.clients, self.task.sizes
         if isinstance(everyone, PartitionedClients) and sizes is not None:
             # Cut from the same tensors: one tells for all.

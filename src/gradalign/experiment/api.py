@@ -30,6 +30,7 @@ from gradalign.experiment.scale import describe_scale
 from gradalign.experiment.spec import Spec
 from gradalign.experiment.store import RunFolder, read_metrics
 from gradalign.experiment.tracking import RunInfo, Tracker, Trackers
+from gradalign.experiment.writable import require_writable
 from gradalign.flat import FlatModel
 from gradalign.launch import under_torchrun
 from gradalign.plan import Algorithm, Combination, combine
@@ -257,6 +258,7 @@ def conduct(
             return _follow(federation, engine)
         folder = None
         if where.out is not None:
+            require_writable(federation)
             folder = stack.enter_context(RunFolder(Path(where.out), spec, resume=where.resume))
             if folder.summary is None:
                 folder.note_holdings(holdings_note(federation.task))

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
 from gradalign import stopping
 from gradalign._version import __version__
@@ -150,8 +148,6 @@ def execute(
     if folder is not None and folder.summary is not None:
         return _finished(federation, folder)
     measure = settle(measure, federation, rounds)
-    if folder is not None:
-        _require_writable(federation)
     restored = folder.restore() if folder is not None else None
     initial = _initial(federation)
     state, spent = restored or (initial, 0.0)
@@ -209,21 +205,6 @@ def _may_stand_in(federation: Federation, engine: Engine) -> bool:
     """
     together = isinstance(engine, SummingEngine) and engine.sums(shifted=False)
     return federation.local.gradient_examples is None and not together
-
-
-def _require_writable(federation: Federation) -> None:
-    """Refuse a model whose state cannot be written, before it is trained."""
-    state = federation.task.make_model(federation.seed).state_dict()
-    odd = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
-    if odd is not None:
-        raise GradalignError(
-            f"the model's state has {odd}, a {type(state[odd]).__name__}, and only tensors can be written; let "
-            "get_extra_state return a tensor, or run without a folder"
-        )
-    try:
-        save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()})
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise GradalignError(f"the model's state cannot be written: {error}") from None
 
 
 def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:

@@ -38,14 +38,15 @@ class TensorExamples(Examples):
     def __init__(
         self, tensors: tuple[Tensor, ...], rows: Tensor | None = None, transform: Transform | None = None
     ) -> None:
-        first = len(tensors[0]) if tensors else 0
-        if not tensors or any(len(t) != first for t in tensors):
+        first = tensors[0].shape[0] if tensors else 0
+        if not tensors or any(t.shape[0] != first for t in tensors):
             lengths = {len(t) for t in tensors}
             raise GradalignError(f"inputs and targets must have the same length, got {sorted(lengths)}")
         self.tensors, self.rows, self.transform = tensors, rows, transform
+        self._count = first if rows is None else len(rows)
 
     def __len__(self) -> int:
-        return len(self.tensors[0]) if self.rows is None else len(self.rows)
+        return self._count
 
     def batch(self, index: Tensor) -> tuple[Tensor, ...]:
         """Return the selected rows of every tensor."""
@@ -115,8 +116,8 @@ def _brief(value: Any) -> str:
 def example_count(data: Any) -> int:
     """Return how many examples an entry of ``Task.clients`` has, without setting up more than it takes to know."""
     if type(data) in (tuple, list) and data and all(type(part) is Tensor and part.ndim for part in data):
-        count = len(data[0])
-        if all(len(part) == count for part in data):
+        count = data[0].shape[0]
+        if all(part.shape[0] == count for part in data):
             return count
     return len(as_examples(data))  # says what is wrong, where something is
 
