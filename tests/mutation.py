@@ -46,24 +46,24 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 # The tests that guard each module, the quickest first.
 RUN = ("algorithms", "local", "combinations", "constants", "streams", "weights", "reference")
 TOGETHER = ("products", "fast_limits", "reference", "together")
-OPTIM = ("optim", "weights")
-TASKS = ("partition", "holdout", "tasks", "streams", "constants", "evaluation")
+OPTIM = ("bounds", "optim", "weights")
+TASKS = ("bounds", "partition", "holdout", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory")
 GUARDS: dict[str, tuple[str, ...]] = {
     "plan": RUN,
-    "algorithms": RUN,
-    "server": ("server", *RUN),
-    "schedule": ("schedule", "constants", "algorithms"),
+    "algorithms": ("bounds", *RUN),
+    "server": ("server", "bounds", *RUN),
+    "schedule": ("schedule", "bounds", "constants", "algorithms"),
     "seeding": ("streams", "local", "holdout"),
-    "training": ("constants", *RUN),
+    "training": ("constants", "bounds", *RUN),
     "local": (*RUN, "evaluation", "measuring", "fast_limits"),
     "step": (*RUN, "fast_limits"),
     "outer": ("fast_limits", "reference"),
     "spectrum": ("spectrum",),
-    "alignment": ("alignment", "measuring", "weights", "evaluation"),
+    "alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
     "experiment/rounds": (*RUN, "evaluation", "measuring"),
     "experiment/tally": RUN,
-    "experiment/measure": ("evaluation", "measuring", "weights", "cadence"),
+    "experiment/measure": ("bounds", "evaluation", "measuring", "weights", "cadence"),
     "cohort/batches": TOGETHER,
     "cohort/eligible": TOGETHER,
     "cohort/large": TOGETHER,
