@@ -278,6 +278,7 @@ class Bench:
 
     def _be_tested(self, tests: list[str]) -> None:
         import pytest
+        import torch
 
         code = 70
         try:
@@ -288,7 +289,8 @@ class Bench:
                 os.dup2(log, stream)
             sys.path.insert(0, str(self.folder / "src"))
             os.environ["PYTHONPATH"] = str(self.folder / "src")
-            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            os.environ["PYTHONDONTWRITEBYTECODE"] = os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
             sys.dont_write_bytecode = True
             os.chdir(ROOT)
             code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line", *tests]))
@@ -357,7 +359,15 @@ def _known(path: Path | None) -> dict[str, str]:
 
 def _import_the_heavy() -> None:
     """Import once what every fork needs; not gradalign, of which every fork takes the changed copy."""
-    for name in ("hypothesis", "matplotlib.figure", "pydantic", "pytest", "sklearn.datasets", "torch.distributed"):
+    for name in (
+        "hypothesis",
+        "matplotlib.figure",
+        "pydantic",
+        "pytest",
+        "sklearn.datasets",
+        "torch.nn.parallel",
+        "typer.testing",
+    ):
         importlib.import_module(name)
     if any(name.partition(".")[0] == "gradalign" for name in sys.modules):
         raise RuntimeError("gradalign was imported before the forks")
