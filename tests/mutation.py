@@ -164,6 +164,8 @@ def _bare(source: str) -> str:
             node.annotation = ast.Constant(value=None)
         elif isinstance(node, ast.ClassDef):
             node.decorator_list = []
+        elif isinstance(node, ast.Call):  # zip's strict is a promise that lengths agree, not arithmetic
+            node.keywords = [keyword for keyword in node.keywords if keyword.arg != "strict"]
     return ast.dump(tree)
 
 

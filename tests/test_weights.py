@@ -175,6 +175,7 @@ RANK_WAYS = {
     "verbs": {},
     "verbs plain": {"beta": 0.0},
     "a later group": {},
+    "verbs, one part": {},
 }
 
 
@@ -196,7 +197,8 @@ def _rank(rank: int, folder: Path) -> None:
             opt = optimizer(model, **options)
         for step in range(STEPS):
             if name.startswith("verbs"):
-                verbs(opt, model, cut(SIZES[rank], 2)(step), [SIZES[rank] / 2] * 2)
+                parts = 1 if "one part" in name else 2
+                verbs(opt, model, cut(SIZES[rank], parts)(step), [SIZES[rank] / parts] * parts)
             else:
                 losses.append(float(opt.step(loss_of(model), *batch_of(step, SIZES[rank]), parts=2)))
         found[name] = flat(model), losses
@@ -220,11 +222,13 @@ def two_ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RANK_WAYS)
 def test_ranks_count_by_their_examples(two_ranks, name):
-    def parts(step: int):
-        return [part for size in SIZES for part in cut(size, 2)(step)]
+    number = 1 if "one part" in name else 2
 
-    options = RANK_WAYS[name]
-    x, losses = expected_end(parts, [5, 5, 15, 15], beta=options.get("beta", BETA), reuse="reuse" in options)
+    def parts(step: int):
+        return [part for size in SIZES for part in cut(size, number)(step)]
+
+    options, weights = RANK_WAYS[name], [size / number for size in SIZES for _ in range(number)]
+    x, losses = expected_end(parts, weights, beta=options.get("beta", BETA), reuse="reuse" in options)
     for rank in range(2):
         end, told = two_ranks[rank][name]
         assert float((end - x).abs().max()) < 1e-12
