@@ -122,4 +122,4 @@ def test_labels_to_be_ignored():
     labels = labels.clone()
     labels[::4] = -100
     clients = [(inputs[owners == i], labels[owners == i]) for i in range(27)]
-    same(SMALL.task(clients=clients), ga.FedGA(beta=0.2), ga.LocalTraining(lr=0.1, epochs=1, batch_size=8))
+    same(SMALL.task(clients=clients), ga.FedGA(beta=0.2), ga.LocalTraining(lr=0.1, epochs=2))
