@@ -300,10 +300,20 @@ class Bench:
             os._exit(code)
 
 
-def equivalents() -> dict[str, str]:
-    """Return the mutants that are no mistakes, each with the reason."""
-    entries = tomllib.loads(EQUIVALENTS.read_text(encoding="utf-8")) if EQUIVALENTS.exists() else {}
-    return {f"{module}: {change}": why for module, listed in entries.items() for change, why in listed.items()}
+def is_equivalent(mutant: Mutant, listed: list[dict[str, str]]) -> bool:
+    """Return whether a mutant is listed: by its line, for any change of it, or by line and change."""
+    return any(
+        entry["module"] == mutant.module
+        and entry["line"] == mutant.before
+        and entry.get("change", mutant.after) == mutant.after
+        for entry in listed
+    )
+
+
+def equivalents() -> list[dict[str, str]]:
+    """Return the list of changes that are no mistakes."""
+    found: list[dict[str, str]] = tomllib.loads(EQUIVALENTS.read_text(encoding="utf-8"))["equivalent"]
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -322,9 +332,9 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(given.modules) - set(GUARDS)
     if unknown:
         parser.error(f"no module {sorted(unknown)[0]}; choose from {', '.join(GUARDS)}")
-    known_equal = equivalents()
+    listed = equivalents()
     chosen = list(chosen_from(given.modules or list(GUARDS), given.sample, given.seed))
-    tried = [mutant for mutant in chosen if mutant.name not in known_equal]
+    tried = [mutant for mutant in chosen if not is_equivalent(mutant, listed)]
     print(f"{len(chosen)} mutants, {len(chosen) - len(tried)} of them listed as equivalent")
     results = _known(given.results)
     _import_the_heavy()
