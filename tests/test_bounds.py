@@ -106,7 +106,7 @@ CASES = {
     "wrapper beta": (lambda v: wrapper(beta=v), [0.0, 1.0], [-TINY, math.inf]),
     "reuse": (lambda v: wrapper(reuse=v), [None, "previous"], ["next"]),
     "memory": (lambda v: wrapper(memory=v), ["full", "low"], ["none"]),
-    "number of parts": (split_in, [2, 3], [0, 4, -1]),
+    "number of parts": (split_in, [2, 3], [0, -1]),
     "weights of parts": (lambda v: split_in(2, v), [[TINY, 1.0]], [[0.0, 1.0], [-1.0, 2.0], [1.0], [1.0, 1.0, 1.0]]),
 }  # fmt: skip
 
