@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -136,3 +137,32 @@ def test_what_is_due_is_measured_and_nothing_else(every):
     for name in ("test_loss", "r"):
         assert [value is not None for value in result.history[name]] == expected
     assert list(itertools.accumulate([0, 1, 1, 1, 1, 1])) == result.history["communication_rounds"]
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_time():
+    """Before any training the data or the model is at fault; later it is the step size."""
+    inputs, labels = data(20, 0)
+    broken = task_of((20,), 5, moody=False, clients=[(inputs * math.inf, labels)])
+    with pytest.raises(ga.GradalignError, match="before any training"):
+        ga.run(broken, ga.FedAvg(), rounds=1, workers=0)
+    task = task_of((20, 30), 5, moody=False, loss=lambda outputs, targets: outputs.square().sum())
+    with pytest.raises(ga.GradalignError, match=r"in round \d+|after round \d+"):
+        ga.run(task, ga.FedAvg(), rounds=30, local=ga.LocalTraining(lr=1e30, steps=3), workers=0)
+
+
+class Slowly(nn.Module):
+    """Finite in a client's training, not finite where the server then stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = inputs[:, :2] * self.w
+        return outputs if self.training else outputs * torch.where(self.w.abs().sum() > 0, math.inf, 1.0)
+
+
+def test_a_test_loss_that_is_not_finite_after_a_round():
+    task = task_of((20,), 5, model=Slowly(), clients=[(data(20, 0)[0], torch.zeros(20, dtype=torch.int64))])
+    with pytest.raises(ga.GradalignError, match="test loss became NaN or infinite after round 1"):
+        ga.run(task, ga.FedAvg(), rounds=2, workers=0)

@@ -122,4 +122,13 @@ def test_labels_to_be_ignored():
     labels = labels.clone()
     labels[::4] = -100
     clients = [(inputs[owners == i], labels[owners == i]) for i in range(27)]
-    same(SMALL.task(clients=clients), ga.FedGA(beta=0.2), ga.LocalTraining(lr=0.1, epochs=1, batch_size=8))
+    same(SMALL.task(clients=clients), ga.FedGA(beta=0.2), ga.LocalTraining(lr=0.1, epochs=2))
+
+
+def test_a_large_layer_that_is_used_twice():
+    """Both uses count: the weight's gradient is their sum."""
+    inputs, labels, owners = WIDE.data
+    clients = [(inputs[owners == i], labels[owners == i]) for i in range(3)]
+    twice = nn.Linear(363, 363)
+    model = nn.Sequential(nn.Linear(182, 363), nn.Tanh(), twice, nn.Tanh(), twice, nn.Linear(363, 3)).double()
+    same(ga.Task(model=model, clients=clients), ga.FedGA(beta=0.2), clients_per_round=3)

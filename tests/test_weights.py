@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from multiprocessing.connection import wait
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,53 +174,68 @@ RANK_WAYS = {
     "plain": {"beta": 0.0},
     "verbs": {},
     "verbs plain": {"beta": 0.0},
+    "a later group": {},
+    "verbs, one part": {},
+    "stock loop": {"beta": 0.0},
 }
 
 
-def _rank(rank: int, store: str, answers) -> None:
+def _rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = {}
     for name, options in RANK_WAYS.items():
         model = model_of()
         if rank:
             nn.init.zeros_(model[0].weight)  # everybody starts from the first rank's point
-        opt, losses = optimizer(model, **options), []
+        losses: list[float] = []
+        if name == "a later group":
+            opt = optimizer(model[0], **options)
+            if rank:
+                nn.init.zeros_(model[2].weight)
+            opt.add_param_group({"params": list(model[2].parameters())})
+        else:
+            opt = optimizer(model, **options)
         for step in range(STEPS):
-            if name.startswith("verbs"):
-                verbs(opt, model, cut(SIZES[rank], 2)(step), [SIZES[rank] / 2] * 2)
+            if name == "stock loop":
+                opt.zero_grad()
+                loss_of(model)(*batch_of(step, SIZES[rank])).backward()
+                opt.step()
+            elif name.startswith("verbs"):
+                parts = 1 if "one part" in name else 2
+                verbs(opt, model, cut(SIZES[rank], parts)(step), [SIZES[rank] / parts] * parts)
             else:
                 losses.append(float(opt.step(loss_of(model), *batch_of(step, SIZES[rank]), parts=2)))
-        found[name] = flat(model).numpy(), losses
-    answers.put((rank, found))
-    answers.close()
-    answers.join_thread()
+        found[name] = flat(model), losses
+    torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
+    os._exit(0)  # past gloo's threads
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    context = multiprocessing.get_context("fork")
-    answers, store = context.Queue(), tmp_path_factory.mktemp("ranks") / "store"
-    ranks = [context.Process(target=_rank, args=(rank, str(store), answers), daemon=True) for rank in range(2)]
+    context, folder = multiprocessing.get_context("fork"), tmp_path_factory.mktemp("ranks")
+    ranks = [context.Process(target=_rank, args=(rank, folder), daemon=True) for rank in range(2)]
     for one in ranks:
         one.start()
-    try:
-        return dict(answers.get(timeout=120) for _ in ranks)
-    finally:
-        for one in ranks:
-            one.join(timeout=20)
-            one.kill()
+    while any(one.is_alive() for one in ranks) and all(one.exitcode in (None, 0) for one in ranks):
+        wait([one.sentinel for one in ranks if one.is_alive()])
+    for one in ranks:
+        one.kill()  # who waits for one that has failed
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", RANK_WAYS)
 def test_ranks_count_by_their_examples(two_ranks, name):
-    def parts(step: int):
-        return [part for size in SIZES for part in cut(size, 2)(step)]
+    number = 1 if name in ("verbs, one part", "stock loop") else 2
 
-    options = RANK_WAYS[name]
-    x, losses = expected_end(parts, [5, 5, 15, 15], beta=options.get("beta", BETA), reuse="reuse" in options)
+    def parts(step: int):
+        return [part for size in SIZES for part in cut(size, number)(step)]
+
+    options, weights = RANK_WAYS[name], [size / number for size in SIZES for _ in range(number)]
+    weights = [1.0, 1.0] if name == "stock loop" else weights  # nobody has said what a rank's batch counts
+    x, losses = expected_end(parts, weights, beta=options.get("beta", BETA), reuse="reuse" in options)
     for rank in range(2):
         end, told = two_ranks[rank][name]
-        assert float((torch.as_tensor(end) - x).abs().max()) < 1e-12
+        assert float((end - x).abs().max()) < 1e-12
         assert told == pytest.approx(losses[: len(told)], rel=1e-12)
