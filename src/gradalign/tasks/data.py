@@ -116,7 +116,7 @@ def _brief(value: Any) -> str:
 def example_count(data: Any) -> int:
     """Return how many examples an entry of ``Task.clients`` has, without setting up more than it takes to know."""
     if type(data) in (tuple, list) and data and all(type(part) is Tensor and part.ndim for part in data):
-        count = int(data[0].shape[0])
+        count: int = data[0].shape[0]
         if all(part.shape[0] == count for part in data):
             return count
     return len(as_examples(data))  # says what is wrong, where something is
