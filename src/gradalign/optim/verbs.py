@@ -212,7 +212,7 @@ class TwoVerbs(AlignedOptimizer):
         if own:  # it is this rank's own mean so far
             gradients = take_gradients(passes.parameters)
             put_gradients(passes.parameters, self._mean(passes.parameters, gradients, passes.weight))
-        if changed and (own or self.reuse):
+        if changed and not self.overlap and (own or self.reuse):  # with overlap it is DDP that writes there
             self._warn_once(
                 "the gradients were changed between the last backward and step(), where they are not yet the mean "
                 "over all ranks, or not what reuse should keep; clip them with the optimizer's own clip_grad_norm_()"
