@@ -24,6 +24,7 @@ from gradalign.experiment.files import CAREFULLY, FAILURE, METRICS, SPEC
 LARGEST_TABLE, LARGEST_METRICS = 16 * 2**20, 512 * 2**20
 _DEEPEST = 64
 _MOST_DIGITS = 100
+_TOO_LONG = f"it has a whole number of more than {_MOST_DIGITS} digits"
 _LONGEST_REASON = 1000
 ABSURD = 1e100
 """What no measured number reaches: squares and sums of smaller ones are finite."""
@@ -124,9 +125,13 @@ def parse_toml(raw: bytes | str) -> dict[str, Any]:
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     try:
         table = tomllib.loads(text)
-        _check_shape(table)
+    except tomllib.TOMLDecodeError:
+        raise
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError:  # Python does not turn thousands of digits into a number
+        raise ValueError(_TOO_LONG) from None
+    _check_shape(table)
     return table
 
 
@@ -153,7 +158,7 @@ def _check_shape(value: Any) -> None:
             elif isinstance(one, list):
                 below += one
             elif isinstance(one, int) and abs(one) >= 10**_MOST_DIGITS:
-                raise ValueError(f"it has a whole number of more than {_MOST_DIGITS} digits")
+                raise ValueError(_TOO_LONG)
         if not below:
             return
         level = below
