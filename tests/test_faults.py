@@ -12,16 +12,16 @@ from faults.__main__ import KINDS, attempt
 from faults.bench import Bench, SkippedError, hear_ctrl_c
 
 FEW = {
-    "start": 5,
-    "kill": 3,
-    "signals": 4,
-    "folders": 24,
-    "recipes": 12,
-    "data": 10,
-    "names": 4,
-    "traps": 6,
-    "streams": 4,
-    "disk": 4,
+    "start": 4,
+    "kill": 2,
+    "signals": 3,
+    "folders": 16,
+    "recipes": 10,
+    "data": 6,
+    "names": 3,
+    "traps": 4,
+    "streams": 3,
+    "disk": 3,
 }
 
 
