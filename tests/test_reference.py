@@ -146,21 +146,24 @@ LOCALS = {
 }
 
 
-def other_way(problem: Problem, case, local: ga.LocalTraining, *, close: float = CLOSE, **settings) -> None:
+def other_way(problem: Problem, case, local: ga.LocalTraining, workers: int = 0) -> None:
     algorithm, given = case
-    rounds, _ = record(problem, algorithm, local=local, **CROWD, **settings)
+    rounds, _ = record(problem, algorithm, local=local, **CROWD)
     expected = play(problem, rounds, given, local, by_examples=True)
-    task = problem.task()
-    for workers in (0, 2):
-        fast = ga.run(task, algorithm, local=local, workers=workers, measure=UNMEASURED, **CROWD, **settings)
-        assert gap(fast, expected.x) < close
-        assert fast.history["local_loss"][1:] == pytest.approx(expected.losses, rel=1e-9)
-        assert fast.history["local_updates"][-1] == sum(len(s) for c in rounds for s in c.steps.values())
+    fast = ga.run(problem.task(), algorithm, local=local, workers=workers, measure=UNMEASURED, **CROWD)
+    assert gap(fast, expected.x) < CLOSE
+    assert fast.history["local_loss"][1:] == pytest.approx(expected.losses, rel=1e-9)
+    assert fast.history["local_updates"][-1] == sum(len(s) for c in rounds for s in c.steps.values())
 
 
 @cases(COHORTS)
 def test_cohorts(case):
     other_way(MANY, case, local_for(case, LOCALS["decay"]))
+
+
+@cases({name: ALGORITHMS[name] for name in ("fedga", "scaffold kept")})
+def test_cohorts_in_two_workers(case):
+    other_way(MANY, case, LOCALS["decay"], workers=2)
 
 
 @pytest.mark.parametrize("local", LOCALS.values(), ids=[name.replace(" ", "-") for name in LOCALS])

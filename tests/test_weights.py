@@ -219,7 +219,7 @@ def two_ranks(tmp_path_factory):
     for one in ranks:
         one.start()
     while any(one.is_alive() for one in ranks) and all(one.exitcode in (None, 0) for one in ranks):
-        wait([one.sentinel for one in ranks if one.is_alive()])
+        wait([one.sentinel for one in ranks], timeout=0.1)
     for one in ranks:
         one.kill()  # who waits for one that has failed
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
