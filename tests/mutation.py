@@ -159,7 +159,8 @@ def _bare(source: str) -> str:
                 if isinstance(argument, ast.arg):
                     argument.annotation = None
             node.args.args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            node.args.posonlyargs = node.args.kwonlyargs = []
+            node.args.defaults += [default for default in node.args.kw_defaults if default is not None]
+            node.args.posonlyargs = node.args.kwonlyargs = node.args.kw_defaults = []
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(value=None)
         elif isinstance(node, ast.ClassDef):
