@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,10 @@ def compare(problem: Problem, case, local: ga.LocalTraining, **settings) -> None
     assert result.history["local_loss"][1:] == pytest.approx(expected.losses, rel=1e-11)
     assert result.history["reported"][1:] == [len(chance.steps) for chance in rounds]
     assert result.history["local_updates"][-1] == sum(len(s) for c in rounds for s in c.steps.values())
+    trained = [sum(len(rows) for steps in c.steps.values() for rows in steps) for c in rounds]
+    if not rounds[0].gradients:
+        assert np.diff(result.history["examples"]).tolist() == trained
+        assert result.history["examples"][0] == 0
     phases = 2 if rounds[0].gradients else 1
     assert result.history["communication_rounds"] == [phases * r for r in range(settings["rounds"] + 1)]
 
