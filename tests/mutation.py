@@ -45,7 +45,7 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
 RUN = ("algorithms", "local", "combinations", "constants", "streams", "weights", "reference")
-TOGETHER = ("products", "fast_limits", "reference", "together")
+TOGETHER = ("products", "fast_limits", "together", "reference")
 OPTIM = ("bounds", "optim", "weights")
 TASKS = ("bounds", "partition", "holdout", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory")
@@ -65,7 +65,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "experiment/tally": RUN,
     "experiment/measure": ("bounds", "evaluation", "measuring", "weights", "cadence"),
     "cohort/batches": TOGETHER,
-    "cohort/eligible": TOGETHER,
+    "cohort/eligible": ("together", "fast_limits", "lockstep"),
     "cohort/large": TOGETHER,
     "cohort/lockstep": TOGETHER,
     "cohort/products": TOGETHER,
