@@ -57,7 +57,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "seeding": ("streams", "local", "holdout"),
     "training": ("constants", "bounds", *RUN),
     "local": (*RUN[:-1], "evaluation", "measuring", "fast_limits", "reference"),
-    "step": (*RUN, "fast_limits"),
+    "step": ("algorithms", "reference", "local", "fast_limits"),
     "outer": ("fast_limits", "reference"),
     "spectrum": ("spectrum",),
     "alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
