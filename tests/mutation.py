@@ -63,7 +63,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
     "experiment/rounds": (*RUN[:-1], "evaluation", "measuring", "reference"),
     "experiment/tally": RUN,
-    "experiment/measure": ("bounds", "evaluation", "measuring", "weights", "cadence"),
+    "experiment/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence"),
     "cohort/batches": TOGETHER,
     "cohort/eligible": ("together", "fast_limits", "lockstep"),
     "cohort/large": TOGETHER,
