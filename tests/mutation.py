@@ -45,7 +45,7 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
 RUN = ("algorithms", "local", "combinations", "constants", "streams", "weights", "reference")
-TOGETHER = ("products", "fast_limits", "reference", "together")
+TOGETHER = ("products", "fast_limits", "together", "reference")
 OPTIM = ("bounds", "optim", "weights")
 TASKS = ("bounds", "partition", "holdout", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory")
@@ -56,16 +56,16 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "schedule": ("schedule", "bounds", "constants", "algorithms"),
     "seeding": ("streams", "local", "holdout"),
     "training": ("constants", "bounds", *RUN),
-    "local": (*RUN, "evaluation", "measuring", "fast_limits"),
-    "step": (*RUN, "fast_limits"),
+    "local": (*RUN[:-1], "evaluation", "measuring", "fast_limits", "reference"),
+    "step": ("algorithms", "reference", "local", "fast_limits"),
     "outer": ("fast_limits", "reference"),
     "spectrum": ("spectrum",),
     "alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
-    "experiment/rounds": (*RUN, "evaluation", "measuring"),
+    "experiment/rounds": (*RUN[:-1], "evaluation", "measuring", "reference"),
     "experiment/tally": RUN,
-    "experiment/measure": ("bounds", "evaluation", "measuring", "weights", "cadence"),
+    "experiment/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence"),
     "cohort/batches": TOGETHER,
-    "cohort/eligible": TOGETHER,
+    "cohort/eligible": ("together", "fast_limits", "lockstep"),
     "cohort/large": TOGETHER,
     "cohort/lockstep": TOGETHER,
     "cohort/products": TOGETHER,
@@ -159,7 +159,8 @@ def _bare(source: str) -> str:
                 if isinstance(argument, ast.arg):
                     argument.annotation = None
             node.args.args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            node.args.posonlyargs = node.args.kwonlyargs = []
+            node.args.defaults += [default for default in node.args.kw_defaults if default is not None]
+            node.args.posonlyargs = node.args.kwonlyargs = node.args.kw_defaults = []
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(value=None)
         elif isinstance(node, ast.ClassDef):

@@ -53,6 +53,16 @@ def test_defaults_of_local_training():
     assert [ga.LocalTraining(batch_size=3).batch_for(n) for n in (1, 3, 10)] == [1, 3, 3]
 
 
+def test_defaults_of_measuring():
+    """Spacings that cost little, on up to fifty clients: what docs and recipes count on."""
+    assert asdict(ga.Measure()) == {
+        "test_every": None,
+        "train_every": None,
+        "train_clients": 50,
+        "target_accuracy": None,
+    }
+
+
 @pytest.mark.parametrize("m", [0.0, 0.5, 0.9])
 def test_travel_is_how_far_unit_gradients_move_a_client(m):
     local = ga.LocalTraining(momentum=m)

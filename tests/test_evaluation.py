@@ -163,6 +163,7 @@ class Slowly(nn.Module):
 
 
 def test_a_test_loss_that_is_not_finite_after_a_round():
-    task = task_of((20,), 5, model=Slowly(), clients=[(data(20, 0)[0], torch.zeros(20, dtype=torch.int64))])
+    pair = data(20, 0)[0], torch.zeros(20, dtype=torch.int64)
+    task = ga.Task(model=Slowly(), clients=[pair], test=pair)
     with pytest.raises(ga.GradalignError, match="test loss became NaN or infinite after round 1"):
         ga.run(task, ga.FedAvg(), rounds=2, workers=0)

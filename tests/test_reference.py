@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,10 @@ def compare(problem: Problem, case, local: ga.LocalTraining, **settings) -> None
     assert result.history["local_loss"][1:] == pytest.approx(expected.losses, rel=1e-11)
     assert result.history["reported"][1:] == [len(chance.steps) for chance in rounds]
     assert result.history["local_updates"][-1] == sum(len(s) for c in rounds for s in c.steps.values())
+    trained = [sum(len(rows) for steps in c.steps.values() for rows in steps) for c in rounds]
+    if not rounds[0].gradients:
+        assert np.diff(result.history["examples"]).tolist() == trained
+        assert result.history["examples"][0] == 0
     phases = 2 if rounds[0].gradients else 1
     assert result.history["communication_rounds"] == [phases * r for r in range(settings["rounds"] + 1)]
 
@@ -146,21 +151,24 @@ LOCALS = {
 }
 
 
-def other_way(problem: Problem, case, local: ga.LocalTraining, *, close: float = CLOSE, **settings) -> None:
+def other_way(problem: Problem, case, local: ga.LocalTraining, workers: int = 0) -> None:
     algorithm, given = case
-    rounds, _ = record(problem, algorithm, local=local, **CROWD, **settings)
+    rounds, _ = record(problem, algorithm, local=local, **CROWD)
     expected = play(problem, rounds, given, local, by_examples=True)
-    task = problem.task()
-    for workers in (0, 2):
-        fast = ga.run(task, algorithm, local=local, workers=workers, measure=UNMEASURED, **CROWD, **settings)
-        assert gap(fast, expected.x) < close
-        assert fast.history["local_loss"][1:] == pytest.approx(expected.losses, rel=1e-9)
-        assert fast.history["local_updates"][-1] == sum(len(s) for c in rounds for s in c.steps.values())
+    fast = ga.run(problem.task(), algorithm, local=local, workers=workers, measure=UNMEASURED, **CROWD)
+    assert gap(fast, expected.x) < CLOSE
+    assert fast.history["local_loss"][1:] == pytest.approx(expected.losses, rel=1e-9)
+    assert fast.history["local_updates"][-1] == sum(len(s) for c in rounds for s in c.steps.values())
 
 
 @cases(COHORTS)
 def test_cohorts(case):
     other_way(MANY, case, local_for(case, LOCALS["decay"]))
+
+
+@cases({name: ALGORITHMS[name] for name in ("fedga", "scaffold kept")})
+def test_cohorts_in_two_workers(case):
+    other_way(MANY, case, LOCALS["decay"], workers=2)
 
 
 @pytest.mark.parametrize("local", LOCALS.values(), ids=[name.replace(" ", "-") for name in LOCALS])

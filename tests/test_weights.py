@@ -165,6 +165,18 @@ def test_collected_parts_are_weighted(options):
     assert float((flat(model) - x).abs().max()) < 1e-12
 
 
+def test_a_warning_names_the_user_s_line():
+    model = model_of()
+    with pytest.warns(UserWarning, match="nothing to align") as told:
+        optimizer(model).step(lambda: loss_of(model)(*batch_of(0, 4)))
+    assert told[0].filename == __file__
+    opt = optimizer(model)
+    loss_of(model)(*batch_of(0, 4)).backward()
+    with pytest.warns(UserWarning, match="nothing to align") as told:
+        opt.displace()
+    assert told[0].filename == __file__
+
+
 # Two ranks of 10 and 30 examples, each in two parts.
 SIZES = (10, 30)
 RANK_WAYS = {
@@ -191,9 +203,10 @@ def _rank(rank: int, folder: Path) -> None:
         losses: list[float] = []
         if name == "a later group":
             opt = optimizer(model[0], **options)
-            if rank:
-                nn.init.zeros_(model[2].weight)
-            opt.add_param_group({"params": list(model[2].parameters())})
+            for later in model[2].parameters():
+                if rank:
+                    nn.init.zeros_(later)
+                opt.add_param_group({"params": [later]})
         else:
             opt = optimizer(model, **options)
         for step in range(STEPS):
@@ -219,7 +232,7 @@ def two_ranks(tmp_path_factory):
     for one in ranks:
         one.start()
     while any(one.is_alive() for one in ranks) and all(one.exitcode in (None, 0) for one in ranks):
-        wait([one.sentinel for one in ranks if one.is_alive()])
+        wait([one.sentinel for one in ranks], timeout=0.1)
     for one in ranks:
         one.kill()  # who waits for one that has failed
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
