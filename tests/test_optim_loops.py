@@ -278,7 +278,14 @@ def test_beta_is_checked_wherever_it_comes_from():
     inner = torch.optim.SGD(model.parameters(), lr=LR)
     opt = ga.GradAlign(inner, 0.3)
     assert opt.beta == 0.3
-    for bad in (-1.0, float("nan"), "strong", ga.Warmup(value=-1.0, rounds=3)):
+    for bad in (
+        -1.0,
+        float("nan"),
+        "strong",
+        ga.Warmup(value=-1.0, rounds=3),
+        ga.Warmup(value=0.1, share=0.5),
+        ga.Cosine(value=1.0),
+    ):
         with pytest.raises(ga.GradalignError, match="beta must be"):
             opt.beta = bad
         with pytest.raises(ga.GradalignError, match="beta must be"):

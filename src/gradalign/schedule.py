@@ -34,7 +34,9 @@ def _in_rounds(share: float, rounds: int) -> float:
 
 def _known(rounds: float | None) -> float:
     if rounds is None:
-        raise GradalignError("a schedule in shares of the run needs the run's length; use over(rounds) first")
+        raise GradalignError(
+            "a schedule in shares of the run needs the run's length; give it in rounds, or say the length with over(rounds)"
+        )
     return rounds
 
 

@@ -71,7 +71,9 @@ class AlignedOptimizer(OptimizerWrapper):
     @beta.setter
     def beta(self, beta: float | Schedule) -> None:
         require("beta", beta, least=0.0)
-        self._beta = setting_of("beta", beta)
+        setting = setting_of("beta", beta)
+        value_at(setting, 0)  # a schedule in shares of a run is refused here: the number of steps is not known
+        self._beta = setting
 
     @property
     def beta_now(self) -> float:
