@@ -220,7 +220,7 @@ def test_other_losses_and_batches():
         ({"lr": -0.1}, "local.lr must be greater than 0"),
         ({"steps": 3, "epochs": 2}, "choose one"),
         ({"batch_size": 0}, "local.batch_size must be a whole number of at least 1"),
-        ({"momentum": 1.0}, r"local.momentum must be in \[0, 1\)"),
+        ({"momentum": 1.0}, r"local.momentum must be a number in \[0, 1\)"),
         ({"clip_norm": 0.0}, "local.clip_norm must be greater than 0"),
         ({"weight_decay": float("inf")}, "must be a finite number"),
     ],
