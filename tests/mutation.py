@@ -46,7 +46,7 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 # The tests that guard each module, the quickest first.
 RUN = ("algorithms", "local", "combinations", "constants", "streams", "weights", "reference")
 TOGETHER = ("products", "fast_limits", "together", "reference")
-OPTIM = ("bounds", "optim", "weights")
+OPTIM = ("bounds", "optim", "weights", "distributed")
 TASKS = ("bounds", "partition", "holdout", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory")
 GUARDS: dict[str, tuple[str, ...]] = {
