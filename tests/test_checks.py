@@ -100,6 +100,7 @@ def test_the_slope_of_uneven_points_is_the_least_squares_line():
     slope, fit = slope_of((1.0, 2.0, 4.0), (1.0, 2.0, 8.0))
     assert slope == pytest.approx(1.5)
     assert fit == pytest.approx(1 - (1 / 6) / (14 / 3))
+    assert slope_of((1.0, 2.0, 4.0), (4.0, 4.0, 4.0)) == pytest.approx((0.0, 1.0)), "a level line fits level points"
 
 
 def failed(checks):
