@@ -86,6 +86,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "theory/federated": THEORY,
     "theory/problems": THEORY,
     "theory/sequential": THEORY,
+    "theory/whole": ("checks",),
 }
 
 # Replacements that a tired person might write; most others of cosmic-ray's fail at once for want of a meaning.
