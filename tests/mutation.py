@@ -66,7 +66,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "cohort/batches": TOGETHER,
     "cohort/eligible": ("together", "fast_limits", "lockstep"),
     "cohort/large": TOGETHER,
-    "cohort/lockstep": TOGETHER,
+    "cohort/lockstep": ("fast_limits", "lockstep", "reference"),
     "cohort/products": TOGETHER,
     "cohort/shelf": TOGETHER,
     "cohort/small": TOGETHER,
