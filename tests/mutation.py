@@ -60,7 +60,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "outer": ("fast_limits", "reference"),
     "spectrum": ("spectrum",),
     "alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
-    "experiment/rounds": ("algorithms", "evaluation", "reference", "streams", "measuring", "local"),
+    "experiment/rounds": ("algorithms", "evaluation", "reference", "streams", "measuring", "local", "together"),
     "experiment/tally": ("algorithms", "reference"),
     "experiment/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence"),
     "cohort/batches": TOGETHER,
