@@ -44,30 +44,29 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
-RUN = ("algorithms", "local", "combinations", "constants", "streams", "weights", "reference")
 TOGETHER = ("products", "fast_limits", "together", "reference")
-OPTIM = ("bounds", "optim", "weights")
+OPTIM = ("bounds", "optim", "weights", "distributed")
 TASKS = ("bounds", "partition", "holdout", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory")
 GUARDS: dict[str, tuple[str, ...]] = {
-    "plan": RUN,
-    "algorithms": ("bounds", *RUN),
-    "server": ("server", "bounds", *RUN),
+    "plan": ("combinations", "algorithms", "reference"),
+    "algorithms": ("combinations", "algorithms", "constants", "bounds", "reference"),
+    "server": ("server", "constants", "bounds", "reference"),
     "schedule": ("schedule", "bounds", "constants", "algorithms"),
     "seeding": ("streams", "local", "holdout"),
-    "training": ("constants", "bounds", *RUN),
-    "local": (*RUN[:-1], "evaluation", "measuring", "fast_limits", "reference"),
-    "step": ("algorithms", "reference", "local", "fast_limits"),
+    "training": ("constants", "bounds", "local", "reference"),
+    "local": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
+    "step": ("algorithms", "reference", "fast_limits"),
     "outer": ("fast_limits", "reference"),
     "spectrum": ("spectrum",),
     "alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
-    "experiment/rounds": (*RUN[:-1], "evaluation", "measuring", "reference"),
-    "experiment/tally": RUN,
+    "experiment/rounds": ("algorithms", "evaluation", "reference", "streams", "measuring", "local", "together"),
+    "experiment/tally": ("algorithms", "reference"),
     "experiment/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence"),
     "cohort/batches": TOGETHER,
     "cohort/eligible": ("together", "fast_limits", "lockstep"),
     "cohort/large": TOGETHER,
-    "cohort/lockstep": TOGETHER,
+    "cohort/lockstep": ("fast_limits", "lockstep", "reference"),
     "cohort/products": TOGETHER,
     "cohort/shelf": TOGETHER,
     "cohort/small": TOGETHER,
@@ -87,6 +86,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "theory/federated": THEORY,
     "theory/problems": THEORY,
     "theory/sequential": THEORY,
+    "theory/whole": ("checks",),
 }
 
 # Replacements that a tired person might write; most others of cosmic-ray's fail at once for want of a meaning.

@@ -176,3 +176,15 @@ def test_what_cannot_be_combined():
     assert (ga.FedAvg() + ga.FedAvg()).label == "fedavg"
     assert (ga.FedAvgM() + ga.FedGA(beta=0.1)).label == "fedga+fedavgm"
     assert (ga.FedAvg() + ga.ServerRule(lr=0.5)).server.lr == 0.5
+
+
+@pytest.mark.parametrize("missing", ["gradient", "mean_gradient"])
+def test_half_a_gradient_phase_is_none(missing):
+    with pytest.raises(ga.GradalignError, match="needs the clients' gradients"):
+        view(**{missing: None}).gradients()
+
+
+@pytest.mark.parametrize("missing", ["kept", "shared"])
+def test_half_a_memory_is_none(missing):
+    with pytest.raises(ga.GradalignError, match="kept vector and the server's"):
+        view(**{missing: None}).memory()
