@@ -162,5 +162,5 @@ def test_run_takes_the_least_fraction_of_answers():
     assert ga.run(task, ga.FedAvg(), min_fraction=0.5, **options).history["reported"][1:] == [2, 3]
     with pytest.raises(ga.GradalignError, match="only 2 of 4 clients answered the training phase of round 1, and 3"):
         ga.run(task, ga.FedAvg(), min_fraction=0.75, **options)
-    with pytest.raises(ga.GradalignError, match=r"clients\.min_fraction must be in \[0, 1\], got 1.5"):
+    with pytest.raises(ga.GradalignError, match=r"clients\.min_fraction must be a number in \[0, 1\], got 1.5"):
         ga.run(task, ga.FedAvg(), min_fraction=1.5, **options)
