@@ -23,8 +23,7 @@ from gradalign.cohort.eligible import layers_of
 from gradalign.engines.group import GroupTrainer
 from gradalign.local import LocalTrainer
 from gradalign.outer import ProductLinear
-from gradalign.stacks import FasterStack, Run, run_stacks_faster
-from gradalign.straight import FasterForward, planned_calls, run_straight_faster
+from gradalign.stacks import FasterStack, Run, _innermost, run_stacks_faster
 
 SIDE, CLASSES = 14, 4
 
@@ -167,9 +166,6 @@ class Helped(Functional):
         return self.fc(F.max_pool2d(F.relu(self.conv2(x)), 2).flatten(1))
 
 
-STRAIGHT = {"functional": Functional, "functional, used twice": Kept}
-
-
 class FunctionalDropout(Net):
     def forward(self, images: Tensor) -> Tensor:
         seen = F.dropout2d(F.dropout(self.features(images), 0.3, self.training), 0.3, self.training)
@@ -292,7 +288,8 @@ MODELS = {
     "by chance": ByChance,
     "torch's MNIST example": lambda: Mnist(nn.Dropout(0.25)),
     "torch's older MNIST example": lambda: Mnist(nn.Dropout2d(0.25)),
-    **STRAIGHT,
+    "functional": Functional,
+    "functional, used twice": Kept,
     "functional, in place": Added,
     "functional, drawing": Drawing,
     "functional, counting": Counting,
@@ -354,45 +351,50 @@ def test_fast_is_the_same_function(model):
     agree(task_of(model))
 
 
-@pytest.mark.parametrize("name", ["torch's MNIST example", *STRAIGHT])
-def test_straight_lines_take_the_fast_way(name):
-    model = LocalTrainer(task_of(MODELS[name]), LOCAL, 0).flat.module
-    assert isinstance(model.forward, FasterForward)
-    assert any(isinstance(call, Run) for _, call in planned_calls(model))
+class ByKeyword(nn.Module):
+    """Calls its parts with the names that torch gives their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.rest = nn.Conv2d(2, 6, 3), nn.Sequential(nn.Conv2d(6, 9, 3), nn.ReLU(), nn.MaxPool2d(2))
+        self.fc = nn.LazyLinear(CLASSES)
+        self(torch.zeros(1, 2, SIDE, SIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.rest(input=self.conv(input=x)).flatten(1))
 
 
-@pytest.mark.parametrize("model", [Added, Drawing, Counting, Helped, Net, SliceWhileTraining, FunctionalDropout])
-def test_other_lines_do_not(model):
-    assert not isinstance(LocalTrainer(task_of(model), LOCAL, 0).flat.module.forward, FasterForward)
+def test_parts_may_be_called_by_keyword():
+    agree(task_of(ByKeyword))
 
 
-def test_a_straight_line_follows_what_it_is_made_of():
-    """Its numbers, its mode, its layers and who watches them, from call to call."""
-    torch.manual_seed(0)
-    plain, images = Functional().double(), torch.randn(3, 2, SIDE, SIDE, dtype=torch.float64)
-    fast = copy.deepcopy(plain)
-    run_straight_faster(fast)
-    changes = [
-        lambda model: None,
-        lambda model: setattr(model, "share", 0.9),
-        lambda model: model.eval(),
-        lambda model: model.conv1.register_forward_hook(lambda layer, given, made: -made),
-        lambda model: setattr(model, "conv2", nn.Conv2d(6, 9, 3, bias=False).double().requires_grad_(False)),
-        lambda model: nn.init.ones_(model.conv2.weight),
-        lambda model: setattr(model, "conv1", nn.Identity()) or setattr(model, "conv2", nn.Identity()),
-        lambda model: setattr(model, "fc", nn.Identity()) or setattr(model, "width", 2),
-    ]
-    for change in changes:
-        found = []
-        for model in (plain, fast):
-            torch.manual_seed(2)
-            change(model)
-        if isinstance(plain.conv1, nn.Identity) and not isinstance(plain.fc, nn.Identity):
-            continue  # what is left no longer fits, until the next change
-        for model in (plain, fast):
-            torch.manual_seed(1)
-            found.append(model(images))
-        assert torch.allclose(*found, rtol=1e-12)
+def test_forward_mode_derivatives_are_those_of_the_plain_model():
+    plain, images = stack().double().eval(), torch.randn(2, 2, SIDE, SIDE, dtype=torch.float64)
+    fast, tangent = copy.deepcopy(plain), torch.randn_like(images)
+    run_stacks_faster(fast)
+    with torch.autograd.forward_ad.dual_level():
+        found = [
+            torch.autograd.forward_ad.unpack_dual(model(torch.autograd.forward_ad.make_dual(images, tangent))).tangent
+            for model in (plain, fast)
+        ]
+    assert torch.allclose(*found, rtol=1e-12)
+
+
+def test_runs_are_made_only_where_there_is_pooling():
+    """Without it, laying images out anew for a few layers costs more than it gains."""
+    residual = nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.Flatten())
+    run_stacks_faster(residual)
+    residual(torch.randn(2, 2, SIDE, SIDE))
+    assert not any(isinstance(step, Run) for step in residual.forward._steps)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_run_has_the_channels_innermost(channels):
+    """Also where there is one channel, whose images look the same in both orders to ``contiguous``."""
+    images = torch.randn(4, channels, SIDE, SIDE)
+    moved = _innermost(images)
+    assert moved.stride() == (channels * SIDE * SIDE, 1, channels * SIDE, channels)
+    assert torch.equal(moved, images)
 
 
 def test_images_that_come_out_are_handed_over_as_ever():

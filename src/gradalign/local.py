@@ -23,7 +23,6 @@ from gradalign.replies import ClientGradient, ClientUpdate, Score
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.stacks import run_stacks_faster
 from gradalign.step import LocalStep, hand_over_gradients
-from gradalign.straight import run_straight_faster
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task, predict
 from gradalign.training import LocalTraining
@@ -70,7 +69,6 @@ class LocalTrainer:
             if task.predict is predict and local.precision is None:
                 keep_products(model)
             run_stacks_faster(model)
-            run_straight_faster(model)
         self.flat = FlatModel(model)
         self.products = Products(model)
         self.dtype = self.flat.vector.dtype

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -46,7 +47,7 @@ def run_stacks_faster(model: nn.Module) -> None:
             if any(type(layer) is nn.Conv2d for layer in part):
                 part.forward = FasterStack(part)  # type: ignore[method-assign]
         elif type(part) is nn.Conv2d and not is_hooked(part):
-            part.forward = FasterConvolution(part)  # type: ignore[assignment, method-assign]
+            part.forward = FasterConvolution(part)  # type: ignore[method-assign]
 
 
 def pooled_first(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -82,12 +83,12 @@ class FasterConvolution:
     def __init__(self, layer: nn.Conv2d) -> None:
         self._layer = layer
 
-    def __call__(self, images: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
         """Return the convolution, in the plain order, by the spectra wherever that is faster."""
         layer = self._layer
-        if type(layer) is nn.Conv2d and _is_usual(images):
-            return convolve(layer, images, layer.weight, layer.bias).contiguous()
-        outputs: Tensor = type(layer).forward(layer, images)
+        if type(layer) is nn.Conv2d and _is_usual(input):
+            return convolve(layer, input, layer.weight, layer.bias).contiguous()
+        outputs: Tensor = type(layer).forward(layer, input)
         return outputs
 
 
@@ -99,8 +100,8 @@ class FasterStack:
         self._known: list[tuple[nn.Module, type, bool]] = []
         self._steps: list[Step] = []
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """Return what the members, one after the other, make of the inputs."""
+    def __call__(self, input: Tensor) -> Tensor:
+        """Return what the members, one after the other, make of the input."""
         # A model's own code may watch, replace or re-parametrise a layer at any time.
         present = [
             (layer, type(layer), is_hooked(layer)) for layer in self._stack._modules.values() if layer is not None
@@ -108,8 +109,8 @@ class FasterStack:
         if present != self._known:
             self._known, self._steps = present, _steps([layer for layer, _, _ in present])
         for step in self._steps:
-            inputs = step(inputs)
-        return inputs
+            input = step(input)
+        return input
 
 
 def _steps(layers: Iterable[nn.Module]) -> list[Step]:
@@ -118,14 +119,19 @@ def _steps(layers: Iterable[nn.Module]) -> list[Step]:
     run: list[nn.Module] = []
     for layer in layers:
         if run and flattens(layer):
-            steps.append(Run([*run, layer]))
+            steps += _as_run([*run, layer])
             run = []
         elif is_blind(layer) and (run or type(layer) is nn.Conv2d):
             run.append(layer)
         else:
-            steps += [Run(run), layer] if run else [layer]
+            steps += [*_as_run(run), layer]
             run = []
-    return [*steps, Run(run)] if run else steps
+    return [*steps, *_as_run(run)]
+
+
+def _as_run(layers: list[nn.Module]) -> Sequence[Step]:
+    """Return the layers as one run where that pays: laying images out anew costs more than it gains without pooling."""
+    return [Run(layers)] if any(_pools(layer) for layer in layers) else layers
 
 
 class Run:
@@ -157,7 +163,8 @@ def _is_usual(images: Tensor) -> bool:
         return False
     _, channels, height, width = images.shape
     plain = images.stride() == (channels * height * width, height * width, width, 1)
-    return plain and not torch._C._are_functorch_transforms_active()
+    forward_mode = forward_ad._current_level >= 0
+    return plain and not forward_mode and not torch._C._are_functorch_transforms_active()
 
 
 def filled_channels(layers: Sequence[nn.Module]) -> list[int]:
@@ -192,7 +199,8 @@ def _convolution(layer: nn.Conv2d, more_in: int, more_out: int, images: Tensor) 
 class _Innermost(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        # contiguous() would leave images of one channel as they are, and pooling after them slow.
+        return torch.empty_like(values, memory_format=torch.channels_last).copy_(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
