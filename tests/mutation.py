@@ -45,20 +45,21 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
 TOGETHER = ("products", "fast_limits", "together", "reference")
-OPTIM = ("bounds", "optim", "weights", "distributed")
+OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed")
 TASKS = ("bounds", "partition", "holdout", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory")
 GUARDS: dict[str, tuple[str, ...]] = {
-    "plan": ("combinations", "algorithms", "reference"),
+    "plan": ("combinations", "sums", "algorithms", "reference"),
     "algorithms": ("combinations", "algorithms", "constants", "bounds", "reference"),
     "server": ("server", "constants", "bounds", "reference"),
-    "schedule": ("schedule", "bounds", "constants", "algorithms"),
+    "schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
     "seeding": ("streams", "local", "holdout"),
     "training": ("constants", "bounds", "local", "reference"),
     "local": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
-    "step": ("algorithms", "reference", "fast_limits"),
+    "step": ("algorithms", "reference", "fast_limits", "decay"),
     "outer": ("fast_limits", "reference"),
     "spectrum": ("spectrum",),
+    "stacks": ("same_function", "fast"),
     "alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
     "experiment/rounds": ("algorithms", "evaluation", "reference", "streams", "measuring", "local", "together"),
     "experiment/tally": ("algorithms", "reference"),
@@ -70,14 +71,18 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "cohort/products": TOGETHER,
     "cohort/shelf": TOGETHER,
     "cohort/small": TOGETHER,
+    "optim/base": OPTIM,
     "optim/closures": OPTIM,
     "optim/gradalign": OPTIM,
+    "optim/pending": OPTIM,
     "optim/ranks": OPTIM,
     "optim/twopass": OPTIM,
+    "optim/vectors": OPTIM,
     "optim/verbs": OPTIM,
     "optim/wrapper": OPTIM,
     "tasks/data": TASKS,
     "tasks/divide": TASKS,
+    "tasks/groups": ("groups", "holdout"),
     "tasks/holdout": TASKS,
     "tasks/partition": TASKS,
     "theory/calculus": THEORY,
