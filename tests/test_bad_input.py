@@ -11,6 +11,7 @@ import resource
 import struct
 import sys
 import threading
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
@@ -20,6 +21,8 @@ from torch import nn
 
 import gradalign as ga
 from gradalign.diagnose import diagnose
+from gradalign.experiment.build import make_federation
+from gradalign.experiment.writable import require_writable
 from gradalign.tasks.download import Archive, fetch
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.idx import read_idx
@@ -214,7 +217,14 @@ class Broken(nn.Linear):
         raise KeyError("gone")
 
 
-@pytest.mark.parametrize("kind", [Odd, Broken])
+class Twofold(nn.Linear):
+    """Has a tensor of a kind that the file format does not know."""
+
+    def get_extra_state(self):
+        return torch.zeros(2, dtype=torch.complex128)
+
+
+@pytest.mark.parametrize("kind", [Odd, Broken, Twofold])
 def test_a_model_that_cannot_be_written_is_refused_before_training(tmp_path, kind):
     steps = []
 
@@ -225,6 +235,18 @@ def test_a_model_that_cannot_be_written_is_refused_before_training(tmp_path, kin
     with pytest.raises(ga.GradalignError, match="state"):
         run(task(model=lambda: kind(3, 2), loss=loss), out=tmp_path / "run")
     assert not steps
+
+
+def test_asking_whether_a_model_can_be_written_does_not_write_it():
+    wide = task(model=lambda: nn.Linear(3, 1_000_000))
+    options = {"rounds": 1, "per_round": 1, "weights": "uniform", "dropout": 0.0, "seed": 0}
+    federation = make_federation(wide, ga.FedAvg(), ga.LocalTraining(steps=1), **options)
+    tracemalloc.start()
+    try:
+        require_writable(federation)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000, "16 MB of weights"
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_thousand_million_seeds_are_refused(tmp_path, monkeypatch):

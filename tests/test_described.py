@@ -97,6 +97,31 @@ def test_resuming_with_other_settings_of_any_part_is_refused(tmp_path, first, se
     assert ga.run(TASK, first, resume=True, **options).history == before.history
 
 
+@dataclass(frozen=True, kw_only=True)
+class First(ga.FedAvg):
+    """An algorithm with fields that the table of the algorithm has, too."""
+
+    name: str = "same"
+    parts: int = 2
+
+
+class Second(First):
+    """Another one with equal values."""
+
+
+def test_fields_of_ones_own_do_not_hide_which_algorithm_it_is(tmp_path):
+    _, written = described(combine(First(), ga.FedProx(mu=0.5)), ga.LocalTraining())
+    assert written["algorithm"] == {
+        "name": "first+fedprox", "mu": 0.5, "parts": {"first": {"name": "same", "parts": 2}}
+    }  # fmt: skip
+    options = {"rounds": 2, "local": ga.LocalTraining(lr=0.1, steps=1), "workers": 0, "out": tmp_path / "r"}
+    before = ga.run(TASK, First(), **options)
+    for other, named in ((Second(), "algorithm.name"), (First(name="other"), r"parts\.first\.name")):
+        with pytest.raises(ga.GradalignError, match=rf"holds a run with other settings: .*{named} \("):
+            ga.run(TASK, other, resume=True, **options)
+    assert ga.run(TASK, First(), resume=True, **options).history == before.history
+
+
 def test_a_recipe_tells_the_parts_apart():
     table = {"name": "fedga+gradalign", "form": "step", "parts": {"fedga": {"beta": 0.7}, "gradalign": {"beta": 0.3}}}
     spec = validate({"algorithm": table}, "x")

@@ -174,6 +174,37 @@ def test_the_law_of_groups(data):
         assert len(kept) + len(out) <= len(own)
 
 
+@pytest.mark.parametrize(("size", "share"), [(1000, 0.1), (300, 0.1), (400, 0.25)])
+def test_every_part_of_a_text_has_the_same_chance(size, share):
+    """Each tenth is held out with chance ``share``: the least and the most of 400 seeds stay near it."""
+    starts = np.arange(size)
+    spans = np.stack([starts, starts + SEQUENCE], axis=1)
+    times = np.zeros(size)
+    for seed in range(400):
+        (trained,), (held,) = split_groups([spans], share, seed)
+        times[held] += 1
+        assert len(held) == share * size
+        assert np.abs(np.subtract.outer(held, trained)).min() > SEQUENCE
+        assert len(trained) >= (size - len(held)) / 3
+    chances = times.reshape(10, -1).mean(axis=1) / 400
+    assert chances.max() < 2 * chances.min()
+    assert 0.7 * share < chances.min()
+    assert chances.max() < 1.4 * share
+
+
+def test_a_short_text_gives_a_piece_near_an_end_and_a_tiny_one_nothing():
+    starts = np.arange(200)
+    spans = np.stack([starts, starts + SEQUENCE], axis=1)
+    for seed in range(50):
+        (trained,), (held,) = split_groups([spans], 0.1, seed)
+        assert len(held) == 20
+        # 180 others: a third of them, 60, are left if the near end is at most 40 away, where the far gap takes 80.
+        assert len(trained) >= 60
+        assert min(held.min(), 199 - held.max()) <= 40
+        (trained,), (held,) = split_groups([spans[:SEQUENCE]], 0.1, seed)
+        assert (len(trained), len(held)) == (SEQUENCE, 0)
+
+
 def test_lone_examples_lose_nobody_and_touching_is_symmetric():
     spans = [np.repeat(np.arange(start, start + 50)[:, None], 2, axis=1) for start in (0, 50, 100)]
     trained, held = split_groups(spans, 0.2, seed=0)

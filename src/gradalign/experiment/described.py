@@ -43,13 +43,13 @@ def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
 
 
 def _algorithm(algorithm: Combination) -> dict[str, Any]:
-    """Return all parts' values: in one table, but for those of parts that share a key."""
+    """Return all parts' values: in one table, but for those of parts that share a key, also with the table itself."""
     described: dict[str, Any] = {"name": _name(algorithm)}
     tables = {_part_name(part): _plain(part) for part in algorithm.parts}
     times = Counter(key for table in tables.values() for key in table)
     own = {}
     for name, table in tables.items():
-        if all(times[key] == 1 for key in table):
+        if all(times[key] == 1 and key not in ("name", "parts") for key in table):
             described |= table
         else:
             own[name] = table

@@ -201,7 +201,7 @@ class Spec(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     rounds: Count = 50
     fast: bool = True
-    """Use ways of computing that are faster and the same up to rounding; see ``fast.py`` and ``cohort``."""
+    """Use ways of computing that are faster and the same up to rounding; see ``stacks.py`` and ``cohort``."""
     precision: Literal["bf16"] | None = None
     """Compute gradients in bfloat16: faster on some processors, never the same; see ``LocalTraining``."""
     task: TaskSpec = TaskSpec()

@@ -20,6 +20,7 @@ def require_writable(federation: Federation) -> None:
             "get_extra_state return a tensor, or run without a folder"
         )
     try:
-        save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()})
+        # Kind and layout decide, not the values, so none are copied.
+        save({name: tensor.detach().new_empty(0).cpu() for name, tensor in state.items()})
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise GradalignError(f"the model's state cannot be written: {error}") from None

@@ -108,23 +108,20 @@ def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
     name = archive.url.rsplit("/", 1)[-1]
     loader = partial(_receive, most_bytes=archive.most_bytes, progress=progress)
     try:
-        found = pooch.retrieve(archive.url, archive.known_hash, fname=name, path=workshop, downloader=loader)
+        found = Path(pooch.retrieve(archive.url, None, fname=name, path=workshop, downloader=loader))
     except (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError):
         raise GradalignError(
             f"cannot download {archive.url}: the connection failed or broke off; nothing of it was kept, try again"
         ) from None
-    except GradalignError:
-        raise
     except requests.exceptions.RequestException as error:
         raise GradalignError(f"cannot download {archive.url}: {_short(error)}") from None
-    except ValueError as error:
-        if "hash" not in str(error).lower():
-            raise
+    kind, known = archive.known_hash.split(":")
+    if pooch.file_hash(found, alg=kind) != known:
         raise GradalignError(
-            f"{archive.url} did not arrive as published (its {archive.known_hash.split(':')[0]} differs): "
+            f"{archive.url} did not arrive as published (its {kind} differs): "
             "it was cut short or altered; nothing of it was kept, try again"
-        ) from None
-    return Path(found)
+        )
+    return found
 
 
 def _receive(url: str, file: Any, pooch: Any, *, most_bytes: int, progress: Any) -> None:

@@ -19,6 +19,8 @@ from gradalign.seeding import Purpose, numpy_stream
 Rows = NDArray[np.int64]
 Spans = NDArray[np.int64]
 """(examples, 2): the first and the last unit of each example."""
+_TRIES = 16
+"""Random places that are tried for a cut before it is made at an end."""
 
 
 def spans_of(groups: Sequence[Any], sizes: Sequence[int]) -> list[Spans]:
@@ -68,13 +70,7 @@ class Pool:
 
     def touching(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which examples share a unit with a chosen one."""
-        some = self.spans[chosen]
-        some = some[np.argsort(some[:, 0], kind="stable")]
-        reach = np.maximum.accumulate(some[:, 1]) if len(some) else some[:, 1]
-        before = np.searchsorted(some[:, 0], self.spans[:, 1], side="right")  # chosen ones that begin in time
-        touched = np.zeros(len(self.spans), bool)
-        touched[before > 0] = reach[before[before > 0] - 1] >= self.spans[before > 0, 0]
-        return touched
+        return _touching(self.spans, chosen)
 
     def stretches(self) -> Rows:
         """Return the number of each example's stretch: who is linked by shared units, over any number of others."""
@@ -85,10 +81,20 @@ class Pool:
         return number
 
 
+def _touching(spans: Spans, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    some = spans[chosen]
+    some = some[np.argsort(some[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(some[:, 1]) if len(some) else some[:, 1]
+    before = np.searchsorted(some[:, 0], spans[:, 1], side="right")  # chosen ones that begin in time
+    touched = np.zeros(len(spans), bool)
+    touched[before > 0] = reach[before[before > 0] - 1] >= spans[before > 0, 0]
+    return touched
+
+
 def split_groups(spans: Sequence[Spans], share: float, seed: int) -> tuple[list[Rows], list[Rows]]:
     """Return which of each client's examples are trained on and which are held out, both in ascending order.
 
-    Clients give whole stretches, and a piece from one end of a stretch that is too long for that. Clients that share
+    Clients give whole stretches, and a piece from any place of a stretch that is too long for that. Clients that share
     units give together. What is neither held out nor free of what is held out is in neither list. A client always
     keeps something to train on.
     """
@@ -133,15 +139,30 @@ def _chosen(spans: Spans, stretches: Rows, members: Rows, share: float, stream: 
         left = count - sum(len(piece) for piece in found)
         if left < 1:
             break
-        piece = pieces[place] if stream.random() < 0.5 else pieces[place][::-1]
+        piece = pieces[place]
         if len(piece) <= left:
             found.append(piece)
             continue
-        head, rest = piece[:left], piece[left:]
-        apart = (spans[rest, 0] > spans[head, 1].max()) | (spans[rest, 1] < spans[head, 0].min())
-        if apart.any():
-            found.append(head)
+        cut = _cut(spans[piece], left, stream)
+        if cut is not None:
+            found.append(piece[cut])
         elif stream.random() * len(piece) < left and len(piece) < len(members):
             found.append(piece)
         break
     return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def _cut(spans: Spans, count: int, stream: np.random.Generator) -> NDArray[np.bool_] | None:
+    """Return which examples of one stretch, in order, are cut out, or None where every cut leaves nothing to train on.
+
+    The stretch is taken as a ring, so that its ends are cut out as often as its middle. A cut has a gap on two sides;
+    where the stretch is so short that hardly a third of the rest would be left, the cut is near one end, or at it.
+    """
+    size = len(spans)
+    anywhere = [(int(start), (size - count) / 3) for start in stream.integers(size, size=_TRIES)]
+    at_an_end = [(int(start), 1) for start in stream.permutation([0, size - count])]
+    for start, least in (*anywhere, *at_an_end):
+        cut = (np.arange(size) - start) % size < count
+        if np.count_nonzero(~_touching(spans, cut)) >= max(least, 1):
+            return cut
+    return None
