@@ -59,6 +59,7 @@ def main() -> None:
     # Past the interpreter's end: once DDP was used, threads of gloo outlive the process group, and one that drops a
     # tensor while the interpreter ends can abort the process after all work is done.
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)
 
 

@@ -26,10 +26,10 @@ def reports(tmp_path_factory):
 def test_ranks_count_by_their_examples_in_both_passes(reports, name):
     expected, losses = by_hand(*CASES[name], clipped="clipped" in name)
     for report in reports:
-        end, found, changed = report["ends"][name]
+        end, found, changed, idle = report["ends"][name]
         assert np.abs(end - expected).max() < 1e-13
         assert found == pytest.approx(losses if found else [], rel=1e-13)
-        assert changed == 0
+        assert (changed, idle) == (0, "verbs, quiet" in name)
     assert np.array_equal(reports[0]["ends"][name][0], reports[1]["ends"][name][0])
 
 
@@ -41,6 +41,27 @@ def test_the_weights_matter_in_every_case():
 
 def test_clipping_a_ranks_own_gradient_warns_once(reports):
     assert [report["clipped"] for report in reports] == [1, 1]
+
+
+def test_averaging_by_ddp_where_weights_would_be_lost_is_refused(reports):
+    for report in reports:
+        for name, (message, untouched, changed) in report["averaged"].items():
+            if name == "inner":  # the DDP around the model given is not known: what it does to .grad is noticed
+                assert (message, changed) == ("", 1)
+                continue
+            assert "inside model.no_sync()" in message, name
+            assert message.startswith(
+                "DistributedDataParallel " + ("averaged" if name == "collect" else "would average")
+            )
+            assert untouched, name
+
+
+def test_a_loop_that_never_displaces_is_averaged_with_overlap_inside_no_sync_too(reports):
+    expected, _ = by_hand({"beta": 0.0}, 1, weighted=False)
+    for report in reports:
+        for end in report["never displaced"]:
+            assert np.abs(np.array(end) - expected).max() < 1e-13
+    assert reports[0]["never displaced"] == reports[1]["never displaced"]
 
 
 def test_a_gradient_lost_on_one_rank_is_skipped_by_all_before_ddp_averages(reports):

@@ -47,6 +47,14 @@ CASES: dict[str, tuple[dict, int]] = {
     "overlap verbs": ({"overlap": True}, 1),
     "overlap verbs, reuse": ({"overlap": True, "reuse": "previous"}, 1),
     "overlap verbs, every": ({"overlap": True, "every": 2}, 1),
+    # overlap=True, but DDP is kept from averaging the second pass, or passed by
+    "overlap verbs, quiet": ({"overlap": True}, 1),
+    "overlap verbs, quiet, reuse": ({"overlap": True, "reuse": "previous"}, 1),
+    "overlap verbs, quiet, every": ({"overlap": True, "every": 2}, 1),
+    "overlap closure, quiet": ({"overlap": True}, 1),
+    "overlap closure, quiet, low": ({"overlap": True, "memory": "low"}, 1),
+    "overlap closure, quiet, plain": ({"overlap": True, "beta": 0.0}, 2),
+    "overlap closure, past DDP": ({"overlap": True, "reuse": "previous"}, 1),
     "verbs, clipped": ({}, 2),
     "overlap verbs, clipped by torch": ({"overlap": True}, 1),
     "verbs, plain, clipped by torch": ({"beta": 0.0}, 2),
@@ -105,8 +113,10 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return 0.5 * ((model(x) - y) ** 2).mean()
 
 
-def this_rank(name: str) -> tuple[np.ndarray, list[float], int]:
-    """Take the steps; return the end point, the losses and how many warnings there were of changed gradients."""
+def this_rank(name: str) -> tuple[np.ndarray, list[float], int, int]:
+    """Take the steps; return the end point, the losses and how many warnings there were of changed gradients and of
+    averaging that did not overlap.
+    """
     settings, parts_each = CASES[name]
     rank = dist.get_rank()
     inner = model = linear(rank)  # different on purpose: all start from rank 0's
@@ -115,7 +125,10 @@ def this_rank(name: str) -> tuple[np.ndarray, list[float], int]:
     inside = model if isinstance(model, DistributedDataParallel) else None
     opt = ga.GradAlign(torch.optim.SGD(inner.parameters(), lr=LR), **({"beta": BETA, "model": inside} | settings))
     losses = []
-    with warnings.catch_warnings(record=True) as caught:
+    if "past" in name:
+        model = inner
+    outer = inside.no_sync if inside is not None and "quiet" in name else nullcontext
+    with warnings.catch_warnings(record=True) as caught, outer():
         warnings.simplefilter("always")
         for step in range(len(SIZES)):
             x, y = (torch.tensor(values) for values in examples(step, rank))
@@ -131,7 +144,8 @@ def this_rank(name: str) -> tuple[np.ndarray, list[float], int]:
             else:
                 losses.append(opt.step(lambda x, y: loss_of(model, x, y), x, y, parts=parts_each))
     changed = sum("between the last backward and step()" in str(warning.message) for warning in caught)
-    return inner.weight.detach().numpy()[0], [float(loss) for loss in losses], changed
+    idle = sum("overlap=True had no effect" in str(warning.message) for warning in caught)
+    return inner.weight.detach().numpy()[0], [float(loss) for loss in losses], changed, idle
 
 
 def backward(opt: ga.GradAlign, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -167,6 +181,46 @@ def clipped_rank_by_rank() -> int:
             nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
             opt.step()
     return sum("clip them with the optimizer's own clip_grad_norm_()" in str(one.message) for one in caught)
+
+
+def averaged_by_ddp(name: str) -> tuple[str, bool, int]:
+    """Let DDP average what is to be weighted first.
+
+    Returns what is said, whether x is left as it was, and how often changed gradients were warned of.
+    """
+    inner = linear(0)
+    model = DistributedDataParallel(inner)
+    given = {"given": model, "inside": nn.Sequential(model), "collect": model, "parts": model, "inner": inner}.get(name)
+    opt = ga.GradAlign(torch.optim.SGD(inner.parameters(), lr=LR), beta=BETA, model=given)
+    x, y = (torch.tensor(values) for values in examples(0, dist.get_rank()))
+    message = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for _ in range(2 if name == "parts" else 1):
+                with nullcontext() if name == "collect" else model.no_sync():
+                    loss_of(model, x, y).backward()
+                opt.collect(weight=len(y))
+            opt.displace()
+            loss_of(model, x, y).backward()
+            opt.step()
+        except ga.GradalignError as error:
+            message = str(error)
+    changed = sum("with model.no_sync()" in str(one.message) for one in caught)
+    return message, np.array_equal(inner.weight.detach().numpy()[0], start(0)), changed
+
+
+def never_displaced(quiet: bool) -> list[float]:
+    """overlap=True and a loop that was left as it is, inside no_sync and outside; return its end."""
+    model = DistributedDataParallel(linear(0))
+    opt = ga.GradAlign(torch.optim.SGD(model.parameters(), lr=LR), beta=0.0, model=model, overlap=True)
+    for step in range(len(SIZES)):
+        x, y = (torch.tensor(values) for values in examples(step, dist.get_rank()))
+        opt.zero_grad()
+        with model.no_sync() if quiet else nullcontext():
+            loss_of(model, x, y).backward()
+        opt.step()
+    return model.module.weight.detach().tolist()[0]
 
 
 def lost_gradient(way: str) -> tuple[int, list[float]]:
@@ -277,6 +331,10 @@ def main(folder: Path) -> None:
         "late": late.go_on(),
         "clipped": clipped_rank_by_rank(),
         "lost": {way: lost_gradient(way) for way in ("closure", "verbs")},
+        "averaged": {
+            name: averaged_by_ddp(name) for name in ("given", "not given", "inside", "collect", "parts", "inner")
+        },
+        "never displaced": [never_displaced(quiet) for quiet in (True, False)],
         "sharded": sharded(),
     }
     dist.barrier()

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradalign.errors import GradalignError
+from gradalign.optim.averaging import DdpWatch
 from gradalign.optim.pending import PendingGradient
 from gradalign.optim.ranks import Ranks
 from gradalign.optim.twopass import FrozenBuffers, RandomState, TwoPasses
@@ -52,7 +53,7 @@ class AlignedOptimizer(OptimizerWrapper):
         self._model, self._parallel = model, parallel
         if process_group is None and parallel is not None and parallel.process_group is not dist.group.WORLD:
             process_group = parallel.process_group
-        self._ranks, self._buffers = Ranks(process_group), FrozenBuffers(model)
+        self._ranks, self._buffers, self._watch = Ranks(process_group), FrozenBuffers(model), DdpWatch(model)
         self._previous: dict[nn.Parameter, Tensor] | None = None
         self._passes: TwoPasses | None = None
         self._pending: PendingGradient | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradalign.errors import GradalignError
+from gradalign.optim.averaging import DdpWatch
 from gradalign.optim.pending import scaled_gradients
 from gradalign.optim.ranks import Gradients, Ranks, positive_weight
 from gradalign.optim.twopass import FrozenBuffers, RandomState, TwoPasses, random_state, set_random_state
@@ -93,6 +94,7 @@ class ClosureStep:
     same_randomness: bool
     model: DistributedDataParallel | None
     overlap: bool
+    watch: DdpWatch
 
     def __post_init__(self) -> None:
         self.passes = TwoPasses(self.parameters, self.ranks, self.buffers)
@@ -156,8 +158,13 @@ class ClosureStep:
 
     def _finish(self, *, with_loss: bool) -> None:
         """Replace this rank's gradient in ``.grad`` by the mean over all ranks."""
-        if not self.overlap and self.ranks.size > 1:
-            put_gradients(self.parameters, self._reduce(take_gradients(self.parameters), with_loss=with_loss))
+        if self.ranks.size == 1 or (self.overlap and self.watch.averages):
+            return
+        own = take_gradients(self.parameters)
+        if self.overlap:  # step() was called inside no_sync(), or the closure goes past DDP; the weights are in already
+            put_gradients(self.parameters, self.ranks.mean(self.parameters, own, 1.0, None).gradients)
+        else:
+            put_gradients(self.parameters, self._reduce(own, with_loss=with_loss))
 
     def plain(self) -> None:
         """Fill ``.grad`` with the mean gradient at x: one pass, as in a loop that accumulates gradients."""

@@ -122,6 +122,7 @@ class GradAlign(TwoVerbs, metaclass=_ByArguments):
             same_randomness=self.same_randomness,
             model=self._parallel,
             overlap=self.overlap,
+            watch=self._watch,
         )
         previous = self._take_previous(work.parameters)
         if not aligned:

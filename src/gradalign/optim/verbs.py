@@ -42,11 +42,22 @@ class TwoVerbs(AlignedOptimizer):
         For several parts in one process, and for a weight; a single part is collected by ``displace``.
         """
         weight = positive_weight(weight, "the weight of a part")
+        self._refuse_late_part()
+        if self._watch.averages and self._ranks.size > 1:
+            self._give_up(
+                "DistributedDataParallel averaged this part over the ranks before collect() could weigh it; put the "
+                "first forward and backward inside model.no_sync()"
+            )
+        self._collect(weight)
+
+    def _refuse_late_part(self) -> None:
+        if self._finite is not None or (self._passes is not None and (self._passes.displaced or self._passes.staying)):
+            raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
+
+    def _collect(self, weight: float) -> None:
         if self._passes is None:
             self._meet_ranks(after_a_pass=True)
             self._passes = TwoPasses(self.trained_parameters(), self._ranks, self._buffers)
-        if self._passes.displaced or self._passes.staying or self._finite is not None:
-            raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
         self._passes.collect(weight, self._random or random_state(self._passes.device))
         self._mark_random()
 
@@ -54,7 +65,8 @@ class TwoVerbs(AlignedOptimizer):
         """Move the parameters to the next part's displaced point, ready for its second forward and backward.
 
         Call it after the first backward; with several collected parts once for each, in the same order. ``.grad``
-        is cleared. Under DistributedDataParallel the first forward and backward belong inside ``model.no_sync()``.
+        is cleared. Under DistributedDataParallel both passes, forward and backward, belong inside ``model.no_sync()``;
+        with ``overlap=True`` the first only.
 
         Args:
             scaler: The GradScaler, when the losses are scaled by one.
@@ -67,7 +79,7 @@ class TwoVerbs(AlignedOptimizer):
             raise GradalignError("the step is prepared already; call step() before the next displace()")
         passes = self._passes
         if passes is None or not passes.parts:
-            self.collect()
+            self._collect(1.0)
             passes = self._passes
         assert passes is not None
         if passes.staying:
@@ -105,8 +117,17 @@ class TwoVerbs(AlignedOptimizer):
             return self._stay(passes, mean, scale)
         self._warn_of_equal_ranks(passes, mean)
         passes.aim(self.beta_now, mean)
+        self._watch.stop()
+        if self._ranks.size > 1 and not self.overlap:
+            self._watch.refuse_averaging(passes.parameters, self._refuse_averaging)
         self._visit(passes)
         return True
+
+    def _refuse_averaging(self) -> NoReturn:
+        self._give_up(
+            "DistributedDataParallel would average the second pass before GradAlign weighs it; put its forward and "
+            "backward inside model.no_sync() as well, or give GradAlign(..., model=model, overlap=True)"
+        )
 
     def _mean(self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float) -> Gradients:
         """Return the mean over the ranks, and remember the sum of their weights."""
@@ -164,6 +185,7 @@ class TwoVerbs(AlignedOptimizer):
         self._end_of_step()
 
     def _end_of_step(self) -> None:
+        self._watch.stop()
         self._passes, self._pending, self._finite, self._scaled = None, None, None, False
 
     def _give_up(self, problem: str) -> NoReturn:
@@ -194,11 +216,12 @@ class TwoVerbs(AlignedOptimizer):
             return
         self._meet_ranks(after_a_pass=True)
         self._unscale()
-        if self._ranks.size > 1 and not self.overlap:
+        if self._ranks.size > 1 and not (self.overlap and self._watch.averages):
             put_gradients(parameters, self._mean(parameters, take_gradients(parameters), 1.0))
 
     def _end_second_pass(self, passes: TwoPasses) -> None:
-        pending = self._pending
+        pending, averaged = self._pending, self._watch.averages
+        self._watch.stop()
         if passes.displaced and all(p.grad is None for p in passes.parameters):
             self._give_up("step() came after displace() without a second backward")
         if pending is None:
@@ -208,14 +231,21 @@ class TwoVerbs(AlignedOptimizer):
         self._refuse_unknown_scale()
         self._unscale()
         passes.go_home(self.same_randomness)
-        own = self._ranks.size > 1 and (passes.spoiled or (not passes.staying and not self.overlap))
+        own = self._ranks.size > 1 and (passes.spoiled or not (passes.staying or (self.overlap and averaged)))
         if own:  # it is this rank's own mean so far
+            if self.overlap:
+                self._warn_once(
+                    "overlap=True had no effect, as DistributedDataParallel did not average the second pass; leave its "
+                    "forward and backward outside model.no_sync(), or leave out overlap=True"
+                )
             gradients = take_gradients(passes.parameters)
-            put_gradients(passes.parameters, self._mean(passes.parameters, gradients, passes.weight))
-        if changed and not self.overlap and (own or self.reuse):  # with overlap it is DDP that writes there
+            weight = 1.0 if self.overlap else passes.weight  # with overlap they are weighted already, for DDP's mean
+            put_gradients(passes.parameters, self._mean(passes.parameters, gradients, weight))
+        if changed and (own or (self.reuse and not self.overlap)):  # with overlap it is DDP that writes there
             self._warn_once(
                 "the gradients were changed between the last backward and step(), where they are not yet the mean "
-                "over all ranks, or not what reuse should keep; clip them with the optimizer's own clip_grad_norm_()"
+                "over all ranks, or not what reuse should keep; clip them with the optimizer's own clip_grad_norm_(), "
+                "and keep DistributedDataParallel from averaging them with model.no_sync()"
             )
 
     def _refuse_unknown_scale(self) -> None:
