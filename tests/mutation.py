@@ -71,6 +71,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "cohort/products": TOGETHER,
     "cohort/shelf": TOGETHER,
     "cohort/small": TOGETHER,
+    "optim/averaging": OPTIM,
     "optim/base": OPTIM,
     "optim/closures": OPTIM,
     "optim/gradalign": OPTIM,
