@@ -297,3 +297,15 @@ def test_broken_tasks_get_one_line(code, message, monkeypatch):
     result = call("run", "r.toml", "--workers", 0, "--out", "r", *words, code=2)
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_resume_without_a_folder_is_refused(tmp_path):
+    task = ga.Task(model=lambda: torch.nn.Linear(2, 2), clients=[(torch.zeros(2, 2), torch.tensor([0, 1]))])
+    with pytest.raises(ga.GradalignError, match="resume=True needs out="):
+        ga.run(task, ga.FedAvg(), rounds=1, resume=True, workers=0)
+
+
+def test_an_empty_name_among_algorithms_is_refused(tmp_path):
+    done = call("compare", "digits", "--algorithms", "fedga,,fedavg", "--out", tmp_path / "c", code=2)
+    assert "one is empty" in done.stderr
+    assert not (tmp_path / "c").exists()

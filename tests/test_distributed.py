@@ -11,13 +11,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import gradalign as ga
 from conftest import vector
 from gradalign.cli import app
 from gradalign.experiment.store import read_metrics
 from ranks_at_work import SETTINGS, one_process, run_of_everything
 
 TESTS = Path(__file__).parent
-SOURCE = TESTS.parent / "src"
+SOURCE = Path(ga.__file__).parents[1]  # what is tested here is tested in the ranks, too
 # A fault of torch 2.13, not ours: once DDP was used, gloo's threads outlive destroy_process_group, and one that drops a
 # tensor while the interpreter ends aborts the process, rarely (github.com/pytorch/pytorch/issues/190489). Try again.
 TORN_DOWN_BADLY = "terminate called without an active exception"

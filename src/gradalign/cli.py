@@ -136,7 +136,9 @@ def compare(
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         entries = loaded.compare.algorithms
         if algorithms is not None:
-            entries = [name.strip() for name in algorithms.split(",") if name.strip()]
+            entries = [name.strip() for name in algorithms.split(",")]
+            if "" in entries:
+                raise GradalignError(f'--algorithms takes names joined by commas, and one is empty in "{algorithms}"')
         name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
         folder = output_folder(out, name, resume=resume)
         where = Where(

@@ -35,7 +35,7 @@ def _in_rounds(share: float, rounds: int) -> float:
 def _known(rounds: float | None) -> float:
     if rounds is None:
         raise GradalignError(
-            "a schedule in shares of the run needs the run's length; give it in rounds, or use over(rounds)"
+            "a schedule in shares of the run needs the run's length; give rounds, or use over(rounds or steps)"
         )
     return rounds
 

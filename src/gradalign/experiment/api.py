@@ -109,6 +109,8 @@ def run(
         rounds=rounds,
     )
     spec = {"rounds": rounds, **describe(federation, measure)}
+    if resume is True and out is None:
+        raise GradalignError("resume=True needs out=, the folder of the run to go on with")
     where = Where(
         engine=engine or default_engine(),
         workers=workers,
