@@ -225,7 +225,7 @@ def test_bad_settings_get_one_line_and_exit_code_2(setting, message):
         (("run", "broken.toml"), "broken.toml is not valid TOML"),
         (("run", "binary.toml"), "cannot read the recipe binary.toml"),
         (("compare", "--algorithms", "fedga,nothing"), '"nothing" is not an algorithm'),
-        (("compare", "--algorithms", ","), "names no algorithm"),
+        (("compare", "--algorithms", ","), "one is empty"),
         (("compare", "--algorithms", "fedga,fedga"), "same algorithm twice"),
         (("compare", "--set", "compare.seeds=0"), "seeds: must be greater than or equal to 1"),
         (("show", "nowhere"), "there is no folder nowhere"),
