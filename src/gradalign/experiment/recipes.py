@@ -170,12 +170,13 @@ def load_recipe(
 
 def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes: dict[str, Any], source: str) -> _Table:
     """Take the table that belongs to one command out of a recipe and its changes, and check it."""
+    tables = data.pop(name, {}), changes.pop(name, {})
+    if not all(isinstance(table, Mapping) for table in tables):
+        raise GradalignError(f"{source}: {name}: must be a table of settings")
     try:
-        return kind.model_validate(merge(data.pop(name, {}), changes.pop(name, {})))
+        return kind.model_validate(merge(*tables))
     except ValidationError as error:
         raise explain(error, f"{source}: {name}", kind) from None
-    except AttributeError:
-        raise GradalignError(f"{source}: {name}: must be a table of settings") from None
 
 
 def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:
