@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradalign.errors import shown_text
 from gradalign.experiment.files import write_atomically
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _draw_panel(axes: Axes, finished: Sequence[Finished], panel: tuple[str, str,
         runs = [run for run in finished if run.planned.entry == entry]
         _, xs, mean, low, high = over_seeds([run.rows for run in runs], [x], y)
         colour, style = COLOURS[number % len(COLOURS)], STYLES[(number // len(COLOURS)) % len(STYLES)]
-        axes.plot(xs[x], mean, style, color=colour, label=entry, linewidth=1.6)
+        axes.plot(xs[x], mean, style, color=colour, label=shown_text(entry), linewidth=1.6)
         axes.fill_between(xs[x], low, high, color=colour, alpha=0.15, linewidth=0)
     logarithmic = y in ("r", "drift") or y.endswith("_loss")
     if logarithmic and any(row[y] for run in finished for row in run.rows):
@@ -108,7 +109,8 @@ def draw_comparison(path: Path, summary: dict[str, Any], finished: Sequence[Fini
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     seeds = len(summary["seeds"])
-    figure.suptitle(f"{summary['name']}: mean of {seeds} seed{'s' if seeds > 1 else ''}, shade from lowest to highest")
+    name = shown_text(summary["name"])  # matplotlib's warning of a missing glyph would print the character
+    figure.suptitle(f"{name}: mean of {seeds} seed{'s' if seeds > 1 else ''}, shade from lowest to highest")
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     write_atomically(path, lambda file: figure.savefig(file, dpi=150, format="png"))
