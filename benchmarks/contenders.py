@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.workloads import Workload
 
 if TYPE_CHECKING:  # at run time only this_library imports it: the plain loop's memory is measured without it
-    from gradalign.plan import Algorithm
+    from gradalign.algorithms.plan import Algorithm
 
 Round = Callable[[], None]
 
@@ -106,12 +106,12 @@ def this_library(
 ) -> Iterator[Round]:
     """Rounds of this library's local engine, with its default number of workers."""
     import gradalign as ga
+    from gradalign.algorithms.plan import combine
+    from gradalign.client.flat import FlatModel
     from gradalign.engines.local import local_engine
-    from gradalign.experiment.build import make_federation
-    from gradalign.experiment.federation import ServerState
-    from gradalign.experiment.rounds import play_round
-    from gradalign.flat import FlatModel
-    from gradalign.plan import combine
+    from gradalign.recipes.build import make_federation
+    from gradalign.server.federation import ServerState
+    from gradalign.server.rounds import play_round
 
     task, local = workload.task(data), workload.local()
     federation = make_federation(
@@ -124,7 +124,7 @@ def this_library(
         seed=0,
     )
     state = ServerState(point=FlatModel(task.make_model(0)).read())
-    with local_engine(task, local, seed=0, workers=workers, crowd=workload.sampled) as engine:
+    with local_engine(task, local, seed=0, workers=workers, clients_per_round=workload.sampled) as engine:
 
         def play() -> None:
             nonlocal state

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 import gradalign as ga
-from gradalign.diagnose import diagnose
 from gradalign.tasks.cifar import cifar100
 from gradalign.tasks.digits import digits
 from gradalign.tasks.emnist import emnist
 from gradalign.tasks.shakespeare import shakespeare
+from gradalign.theory.diagnose import diagnose
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Mutation testing: small wrong changes, one at a time, each of which some test must notice.
 
     python -m tests.mutation --sample 200 --seed 0          # a seeded sample over all guarded modules
-    python -m tests.mutation server experiment/tally        # every mutant of two modules
+    python -m tests.mutation algorithms/rules server/tally        # every mutant of two modules
 
 The changes are cosmic-ray's (a sign, a comparison, a number, a boolean, a loop left out), with one of our own: an
 operand left out, so that a weight or a factor goes missing. cosmic-ray itself starts Python anew for every mutant; here
@@ -49,19 +49,19 @@ OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ra
 TASKS = ("bounds", "partition", "holdout", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory")
 GUARDS: dict[str, tuple[str, ...]] = {
-    "plan": ("combinations", "sums", "algorithms", "reference"),
-    "algorithms": ("combinations", "algorithms", "constants", "bounds", "reference"),
-    "server": ("server", "constants", "bounds", "reference"),
-    "schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
+    "algorithms/plan": ("combinations", "sums", "algorithms", "reference"),
+    "algorithms/__init__": ("combinations", "algorithms", "constants", "bounds", "reference"),
+    "algorithms/rules": ("server", "constants", "bounds", "reference"),
+    "algorithms/schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
     "seeding": ("many_clients", "streams", "local", "holdout"),
-    "training": ("constants", "bounds", "local", "reference"),
-    "local": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
-    "step": ("algorithms", "reference", "fast_limits", "decay"),
-    "outer": ("fast_limits", "reference"),
-    "spectrum": ("spectrum",),
-    "stacks": ("same_function", "fast"),
-    "alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
-    "experiment/rounds": (
+    "client/__init__": ("constants", "bounds", "local", "reference"),
+    "client/trainer": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
+    "client/step": ("algorithms", "reference", "fast_limits", "decay"),
+    "fast/linear": ("fast_limits", "reference"),
+    "fast/spectrum": ("spectrum",),
+    "fast/stacks": ("same_function", "fast"),
+    "server/alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
+    "server/rounds": (
         "algorithms",
         "evaluation",
         "reference",
@@ -71,24 +71,24 @@ GUARDS: dict[str, tuple[str, ...]] = {
         "together",
         "lockstep",
     ),
-    "experiment/tally": ("algorithms", "reference"),
-    "experiment/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence", "engines", "runs"),
-    "cohort/batches": TOGETHER,
-    "cohort/eligible": ("together", "fast_limits", "lockstep"),
-    "cohort/large": TOGETHER,
-    "cohort/lockstep": ("fast_limits", "lockstep", "reference"),
-    "cohort/products": TOGETHER,
-    "cohort/shelf": TOGETHER,
-    "cohort/small": TOGETHER,
+    "server/tally": ("algorithms", "reference"),
+    "server/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence", "engines", "runs"),
+    "fast/batches": TOGETHER,
+    "fast/eligible": ("together", "fast_limits", "lockstep"),
+    "fast/large": TOGETHER,
+    "fast/lockstep": ("fast_limits", "lockstep", "reference"),
+    "fast/products": TOGETHER,
+    "fast/factors": TOGETHER,
+    "fast/cohort": TOGETHER,
     "optim/averaging": OPTIM,
     "optim/base": OPTIM,
     "optim/closures": OPTIM,
     "optim/gradalign": OPTIM,
     "optim/pending": OPTIM,
     "optim/ranks": OPTIM,
-    "optim/twopass": OPTIM,
+    "optim/two_passes": OPTIM,
     "optim/vectors": OPTIM,
-    "optim/verbs": OPTIM,
+    "optim/two_pass_steps": OPTIM,
     "optim/wrapper": OPTIM,
     "tasks/data": TASKS,
     "tasks/divide": TASKS,

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import gradalign as ga
 from conftest import Quadratics, final_point
+from gradalign.algorithms.plan import ClientView, combine
+from gradalign.client.flat import FlatModel
 from gradalign.engines.local import InProcessEngine
-from gradalign.experiment.build import make_federation
-from gradalign.experiment.federation import Federation, ServerState
-from gradalign.experiment.rounds import play_round
-from gradalign.flat import FlatModel
-from gradalign.plan import ClientView, combine
+from gradalign.recipes.build import make_federation
+from gradalign.server.federation import Federation, ServerState
+from gradalign.server.rounds import play_round
 
 LR, K, TOLERANCE = 0.05, 5, 1e-12
 

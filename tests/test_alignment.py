@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from gradalign.alignment import (
+from gradalign.client.flat import Point
+from gradalign.errors import GradalignError
+from gradalign.server.alignment import (
     Probe,
     alignment_of,
     mean_gradient,
@@ -19,8 +21,6 @@ from gradalign.alignment import (
     spread,
     within_client,
 )
-from gradalign.errors import GradalignError
-from gradalign.flat import Point
 from gradalign.tasks.task import Task
 from gradalign.theory.problems import mlp_task, quadratic_task
 

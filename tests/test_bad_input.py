@@ -20,15 +20,15 @@ import torch
 from torch import nn
 
 import gradalign as ga
-from gradalign.diagnose import diagnose
-from gradalign.experiment.build import make_federation
-from gradalign.experiment.writable import require_writable
+from gradalign.recipes.build import make_federation
+from gradalign.runs.writable import require_writable
 from gradalign.tasks.download import Archive, fetch
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.idx import read_idx
 from gradalign.tasks.leaf import read_shakespeare
 from gradalign.tasks.partition import custom
 from gradalign.tasks.pickled import read_batch
+from gradalign.theory.diagnose import diagnose
 from small_files import cifar_batch
 from test_cli import call
 

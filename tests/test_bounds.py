@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradalign as ga
-from gradalign.alignment import Probe, regulariser_gradient
+from gradalign.server.alignment import Probe, regulariser_gradient
 from gradalign.tasks import partition as ways
 from gradalign.tasks.data import PartitionedClients, TensorExamples
 from gradalign.tasks.divide import Division, even_choice, spaced_choice

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradalign as ga
-from gradalign.local import shuffled_batches
+from gradalign.client.trainer import shuffled_batches
 from gradalign.seeding import Purpose, torch_stream
 
 _spec = importlib.util.spec_from_file_location(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradalign as ga
-from gradalign.experiment.build import make_federation
-from gradalign.experiment.cadence import FREE, SHARE, settle, spacing
-from gradalign.plan import combine
+from gradalign.algorithms.plan import combine
+from gradalign.recipes.build import make_federation
+from gradalign.server.cadence import FREE, SHARE, settle, spacing
 
 counts = st.integers(1, 5000)
 

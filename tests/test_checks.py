@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from gradalign.algorithms import Scaffold
-from gradalign.cohort.small import CohortTrainer
-from gradalign.experiment.federation import Federation
+from gradalign.fast.cohort import CohortTrainer
+from gradalign.server.federation import Federation
 from gradalign.theory.calculus import Calculus
 from gradalign.theory.check import halvings, limit, order, order_claim, slope_of
 from gradalign.theory.descent import beta_bound, descent, wavy_bowl
 from gradalign.theory.federated import fedga
-from gradalign.theory.problems import Arena, mlp_task, quadratic_task
+from gradalign.theory.problems import Problem, mlp_task, quadratic_task
 from gradalign.theory.whole import whole_rounds
 
 
 @pytest.fixture(scope="module")
 def arena():
-    return Arena(quadratic_task(seed=0, clients=4), seed=0)
+    return Problem(quadratic_task(seed=0, clients=4), seed=0)
 
 
 def named(checks, number):
@@ -54,7 +54,7 @@ def test_the_descent_condition_is_measured(monkeypatch):
 def test_the_bound_on_beta_by_its_own_inequality():
     """ρβ²r(1 + αL1) < αL1‖∇f + β∇r‖ and β < L1/L2 hold for β, and one of them fails for a β not much larger."""
     task, known = wavy_bowl(seed=0)
-    arena, lr = Arena(task, seed=0), 0.1
+    arena, lr = Problem(task, seed=0), 0.1
     random = torch.Generator().manual_seed(0)
     halved = 0
     for _ in range(8):
@@ -107,7 +107,7 @@ def failed(checks):
 
 
 def test_whole_rounds_see_weights_memory_and_cohorts(monkeypatch):
-    network = Arena(mlp_task(seed=0, clients=4), seed=0)
+    network = Problem(mlp_task(seed=0, clients=4), seed=0)
     assert failed(whole_rounds(network)) == set()
     assert all(check.measured < 1e-12 for check in whole_rounds(network)), "rounding, far below what is allowed"
     with monkeypatch.context() as broken:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradalign.cli import app
-from gradalign.experiment.recipes import shipped_recipes
+from gradalign.cli.app import app
+from gradalign.recipes.recipe import shipped_recipes
 
 SMALL = ("--set", "rounds=3", "--set", "task.clients=5", "--set", "clients.per_round=3", "--workers", "0")
 
@@ -31,7 +31,7 @@ def test_help_does_not_wait_for_torch():
     code = """
 import sys
 sys.argv = ["gradalign", "--help"]
-from gradalign.cli import main
+from gradalign.cli.app import main
 try:
     main()
 except SystemExit:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradalign as ga
-from gradalign.plan import ClientView, Combination, Plan, Shift, combine
+from gradalign.algorithms.plan import ClientView, Combination, Plan, Shift, combine
 
 numbers = st.floats(-10, 10).map(lambda v: round(v, 3))
 vectors = st.lists(numbers, min_size=2, max_size=2).map(lambda v: torch.tensor(v, dtype=torch.float64))
@@ -160,7 +160,7 @@ def test_beta_zero_in_some_rounds_needs_gradients_in_the_others():
 def test_memory_by_hand():
     seen = view()
     update = torch.tensor([3.0, -6.0])
-    # k − s − Δ/travel and h − α·Δ.
+    # k − s − Δ/total_step_size and h − α·Δ.
     assert ga.Scaffold(control="kept").keep(seen, update, 1.5).tolist() == pytest.approx([-3.0, 5.25])
     assert ga.Scaffold(control="kept").keep(seen, update, 0.0).tolist() == pytest.approx([0.5, 0.25])
     assert ga.FedDyn(alpha=0.2).keep(seen, update, 1.5).tolist() == pytest.approx([-0.1, 1.45])

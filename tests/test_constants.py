@@ -70,7 +70,7 @@ def test_travel_is_how_far_unit_gradients_move_a_client(m):
     for steps in range(1, 6):
         speed = m * speed + 1.0
         place += 0.3 * speed
-        assert local.travel(0.3, steps) == pytest.approx(place, rel=1e-14)
+        assert local.total_step_size(0.3, steps) == pytest.approx(place, rel=1e-14)
 
 
 def test_the_cosine_is_that_of_loshchilov_and_hutter():

@@ -18,16 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import gradalign as ga
-from gradalign.command import print_json
-from gradalign.experiment.tables import load_shown, print_shown
-from gradalign.experiment.watch import watch_once
-from gradalign.experiment.watched import Watched
+from gradalign.cli.common import print_json
+from gradalign.cli.sweep_tables import print_shown_sweep
+from gradalign.cli.tables import load_shown, print_shown
 from gradalign.report import write_report
 from gradalign.report.experiments import arrange
 from gradalign.report.figures import curve_figure
-from gradalign.report.gather import gather
 from gradalign.report.series import VARIANCE, curves_of
-from gradalign.sweep.tables import print_shown_sweep
+from gradalign.runs.read import gather
+from gradalign.watch.frame import watch_once
+from gradalign.watch.watched import Watched
 from run_folders import rows_of, spec_of, write_comparison, write_run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a Unix")
@@ -451,7 +451,7 @@ def test_json_for_programs_has_no_bare_control_characters(capsys):
 
 @pytest.mark.parametrize("words", [("a." * 1200 + "b=1",), ("seed=" + "1" * 5000,), ("seed=" + "[" * 5000,)])
 def test_settings_on_the_command_line_get_a_sentence(words):
-    from gradalign.experiment.recipes import load_recipe
+    from gradalign.recipes.recipe import load_recipe
 
     with pytest.raises(ga.GradalignError) as caught:
         load_recipe("digits", words).spec()
@@ -460,7 +460,7 @@ def test_settings_on_the_command_line_get_a_sentence(words):
 
 @pytest.mark.parametrize("text", [*ODD_SPECS.values(), "a = 'x"])
 def test_recipes_that_no_reader_can_walk_get_a_sentence(tmp_path, text):
-    from gradalign.experiment.recipes import load_recipe
+    from gradalign.recipes.recipe import load_recipe
 
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(ga.GradalignError) as caught:

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.cohort.large import LargeWeight
-from gradalign.engines.group import GroupTrainer
-from gradalign.flat import Point
-from gradalign.local import LocalTrainer
-from gradalign.outer import ProductLinear
-from gradalign.plan import Plan
+from gradalign.algorithms.plan import Plan
+from gradalign.client.flat import Point
+from gradalign.client.trainer import LocalTrainer
+from gradalign.fast.group import GroupTrainer
+from gradalign.fast.large import LargeWeight
+from gradalign.fast.linear import ProductLinear
 
 STEPS, LR = 200, 0.01
 TINY = 3e-8
@@ -73,7 +73,7 @@ def test_decay_over_many_steps_is_that_of_double_precision(way, share):
     for decay in (share / LR, 0.0):
         local = ga.LocalTraining(steps=STEPS, weight_decay=decay)
         if way == "cohort":
-            trainer = GroupTrainer(task, local, 0, crowd=25)
+            trainer = GroupTrainer(task, local, 0, clients_per_round=25)
             assert trainer.cohort is not None
             start = trainer.one.flat.read()
         else:
@@ -92,14 +92,14 @@ def test_decay_of_factors_is_that_of_double_precision(share, given):
     """W ← (1 − lr·decay)·W for 400 steps after a first one that adds rows: a power, times what was there."""
     generator = torch.Generator().manual_seed(given)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    start, outwards, inputs = draw(5, 4), draw(2, given, 5), draw(2, given, 4)
-    weight = LargeWeight(start, outwards, inputs, -1.0)
+    start, grad_output, inputs = draw(5, 4), draw(2, given, 5), draw(2, given, 4)
+    weight = LargeWeight(start, grad_output, inputs, -1.0)
     more, rows = draw(6, 5), draw(6, 4)
     weight.keep = torch.tensor([[1.0 - share], [1.0]], dtype=torch.float64)  # the second client's step does not decay
     weight.step(more, rows)
     for _ in range(400):
         weight.step(torch.zeros(2, 5), torch.zeros(2, 4))
-    begun = start.double() + outwards.double().mT @ inputs.double()
+    begun = start.double() + grad_output.double().mT @ inputs.double()
     added = -more.view(2, 3, 5).double().mT @ rows.view(2, 3, 4).double()
     left = torch.tensor([(1.0 - share) ** 400, 1.0], dtype=torch.float64).view(2, 1, 1)
     kept = torch.tensor([(1.0 - share) ** 401, 1.0], dtype=torch.float64).view(2, 1, 1)

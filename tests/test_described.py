@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import gradalign as ga
 from conftest import Quadratics
-from gradalign.experiment.build import build_algorithm, build_local, make_federation
-from gradalign.experiment.described import describe
-from gradalign.experiment.spec import validate
-from gradalign.plan import combine
+from gradalign.algorithms.plan import combine
+from gradalign.recipes.build import build_algorithm, build_local, make_federation
+from gradalign.recipes.spec import validate
+from gradalign.server.describe import describe
 
 numbers = st.floats(1e-6, 10.0)
 rounds = st.integers(1, 500)

@@ -9,7 +9,7 @@ import torch
 
 import gradalign as ga
 from conftest import Quadratics
-from gradalign.experiment.store import read_spec
+from gradalign.runs.folder import read_spec
 from test_cli import call
 
 SMALL = ("--set", "rounds=1", "--set", "task.clients=5", "--set", "clients.per_round=2")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradalign.alignment import Probe, spread
-from gradalign.diagnose import beta_range, diagnose, verdict_of
 from gradalign.errors import GradalignError
-from gradalign.random_splits import distinct_splits, pieces_of, r_and_cosine, random_split
+from gradalign.server.alignment import Probe, spread
 from gradalign.tasks.digits import digits
 from gradalign.tasks.task import Task
+from gradalign.theory.diagnose import beta_range, diagnose, verdict_of
+from gradalign.theory.random_splits import distinct_splits, pieces_of, r_and_cosine, random_split
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_one_client_is_refused():
 def run_cli(*arguments):
     import typer
 
-    from gradalign.theory_cli import register
+    from gradalign.cli.theory import register
 
     app = typer.Typer()
     register(app)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import gradalign as ga
 from conftest import vector
-from gradalign.cli import app
-from gradalign.experiment.store import read_metrics
+from gradalign.cli.app import app
+from gradalign.runs.folder import read_metrics
 from ranks_at_work import SETTINGS, one_process, run_of_everything
 
 TESTS = Path(__file__).parent

@@ -15,13 +15,13 @@ import torch
 
 import gradalign as ga
 from conftest import blobs, hear_ctrl_c, vector
+from gradalign.algorithms.plan import combine
+from gradalign.client.flat import FlatModel
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
-from gradalign.experiment.build import make_federation
-from gradalign.experiment.federation import ServerState
-from gradalign.experiment.rounds import play_round
-from gradalign.flat import FlatModel
-from gradalign.plan import combine
+from gradalign.recipes.build import make_federation
+from gradalign.server.federation import ServerState
+from gradalign.server.rounds import play_round
 from gradalign.tasks.data import PartitionedClients
 from gradalign.tasks.digits import digits
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.experiment.compare import choose_target
-from gradalign.experiment.runner import rounds_to
+from gradalign.compare import choose_target
+from gradalign.server.runner import rounds_to
 
 LOCAL = ga.LocalTraining(lr=0.3, steps=2, batch_size=20)
 

@@ -11,14 +11,14 @@ from torch import nn
 
 import gradalign as ga
 from conftest import vector
-from gradalign.cohort.eligible import layers_of
-from gradalign.engines.group import GroupTrainer
-from gradalign.experiment.build import build_federation
-from gradalign.experiment.recipes import load_recipe
-from gradalign.flat import FlatModel, all_finite
-from gradalign.local import LocalTrainer
-from gradalign.outer import ProductLinear
-from gradalign.stacks import FasterStack, filled_channels, pooled_first, run_stacks_faster
+from gradalign.client.flat import FlatModel, all_finite
+from gradalign.client.trainer import LocalTrainer
+from gradalign.fast.eligible import layers_of
+from gradalign.fast.group import GroupTrainer
+from gradalign.fast.linear import ProductLinear
+from gradalign.fast.stacks import FasterStack, filled_channels, pooled_first, run_stacks_faster
+from gradalign.recipes.build import build_federation
+from gradalign.recipes.recipe import load_recipe
 from gradalign.tasks.digits import digits
 
 
@@ -97,8 +97,8 @@ LOCALS = [
 @pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
 def test_cohorts_agree_with_the_per_client_loop(algorithm, local):
     task = small(30, [7, 7, 4, 12])
-    assert GroupTrainer(task, local, 0, crowd=28).width > 1, "this task should train in cohorts"
-    assert GroupTrainer(task, local, 0, crowd=5).width == 1, "a few clients train one by one"
+    assert GroupTrainer(task, local, 0, clients_per_round=28).width > 1, "this task should train in cohorts"
+    assert GroupTrainer(task, local, 0, clients_per_round=5).width == 1, "a few clients train one by one"
     close(both(task, algorithm, local, clients_per_round=28))
 
 
@@ -228,7 +228,7 @@ def test_activations_in_place_agree_in_cohorts(activation):
     model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 8), activation(inplace=True), nn.Linear(8, 3))  # noqa: E731
     plain = small(26, [9])
     task = ga.Task(model=model, clients=plain.clients, test=plain.client(0))
-    assert GroupTrainer(task, LOCALS[0], 0, crowd=26).cohort is not None
+    assert GroupTrainer(task, LOCALS[0], 0, clients_per_round=26).cohort is not None
     close(both(task, ga.FedGA(beta=0.1), LOCALS[0]))
 
 
@@ -292,12 +292,12 @@ def test_a_product_is_the_gradient():
     layer.kept = []
     inputs = torch.randn(2, 3, 4, requires_grad=True)
     layer(inputs).square().sum().backward()
-    (outwards, rows), *others = layer.kept
+    (grad_output, rows), *others = layer.kept
     assert not others
     assert layer.weight.grad is None
     outputs = inputs @ layer.weight.T + layer.bias
     by_hand = 2 * outputs  # of the sum of squares
-    assert torch.allclose(outwards.T @ rows, torch.einsum("abo,abi->oi", by_hand, inputs), atol=1e-5)
+    assert torch.allclose(grad_output.T @ rows, torch.einsum("abo,abi->oi", by_hand, inputs), atol=1e-5)
     assert torch.allclose(inputs.grad, by_hand @ layer.weight, atol=1e-5)
     assert torch.allclose(layer.bias.grad, by_hand.sum((0, 1)), atol=1e-5)
 

@@ -26,8 +26,8 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDic
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 
 import gradalign.flower as gf
-from gradalign.cli import app
-from gradalign.experiment.store import read_metrics
+from gradalign.cli.app import app
+from gradalign.runs.folder import read_metrics
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
 QUICK = gf.Patience(connect_seconds=0.3, gradient_seconds=0.3, train_seconds=0.3, retries=1, poll_seconds=0.02)
@@ -535,7 +535,7 @@ def test_without_flower_one_sentence_says_what_to_install(tmp_path, monkeypatch)
 
 def test_help_loads_neither_torch_nor_flower():
     code = (
-        "import sys; from typer.testing import CliRunner; from gradalign.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from gradalign.cli.app import app\n"
         "assert CliRunner().invoke(app, ['run', '--help']).exit_code == 0\n"
         "assert not {'torch', 'flwr'} & set(sys.modules)"
     )

@@ -13,13 +13,13 @@ import pytest
 from safetensors.torch import load_file
 
 import gradalign as ga
+from gradalign.algorithms.plan import combine
+from gradalign.client.flat import FlatModel
 from gradalign.engines.local import InProcessEngine
-from gradalign.experiment.build import make_federation
-from gradalign.experiment.federation import ServerState
-from gradalign.experiment.rounds import play_round
-from gradalign.experiment.store import read_metrics
-from gradalign.flat import FlatModel
-from gradalign.plan import combine
+from gradalign.recipes.build import make_federation
+from gradalign.runs.folder import read_metrics
+from gradalign.server.federation import ServerState
+from gradalign.server.rounds import play_round
 from gradalign.tasks.digits import digits
 
 pytest.importorskip("flwr", reason="Flower is not installed; pip install 'gradalign[flower]'")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import gradalign as ga
-from gradalign.experiment.build import task_of
-from gradalign.experiment.spec import validate
-from gradalign.experiment.store import read_metrics
+from gradalign.recipes.build import task_of
+from gradalign.recipes.spec import validate
+from gradalign.runs.folder import read_metrics
 from gradalign.tasks.data import PartitionedClients
 from gradalign.tasks.holdout import hold_out, split_rows
 from test_cli import call

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import gradalign as ga
 from conftest import PointModel, Quadratics, blobs, final_point, quadratic_value, vector
-from gradalign.flat import FlatModel
-from gradalign.local import LocalTrainer, shuffled_batches
-from gradalign.plan import Plan
+from gradalign.algorithms.plan import Plan
+from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import LocalTrainer, shuffled_batches
 from gradalign.seeding import Purpose, torch_stream
 
 
@@ -53,8 +53,8 @@ def test_momentum_agrees_with_torch_sgd():
 def test_travel_is_the_weight_of_all_gradients():
     """With momentum m and K = 3 the gradients act with 1 + m + m², 1 + m and 1."""
     local = ga.LocalTraining(lr=0.5, steps=3, momentum=0.4)
-    assert local.travel(0.5, 3) == pytest.approx(0.5 * ((1 + 0.4 + 0.16) + (1 + 0.4) + 1))
-    assert ga.LocalTraining(steps=3).travel(0.1, 3) == pytest.approx(0.3)
+    assert local.total_step_size(0.5, 3) == pytest.approx(0.5 * ((1 + 0.4 + 0.16) + (1 + 0.4) + 1))
+    assert ga.LocalTraining(steps=3).total_step_size(0.1, 3) == pytest.approx(0.3)
 
 
 def test_lr_schedule_is_over_rounds():

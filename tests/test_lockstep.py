@@ -12,16 +12,16 @@ from torch import nn
 
 import gradalign as ga
 from conftest import vector
-from gradalign.cohort.eligible import lockstep_model
-from gradalign.cohort.large import LargeWeight, large_product
-from gradalign.cohort.shelf import Shelf
-from gradalign.engines.group import GroupTrainer
+from gradalign.algorithms.plan import ClientView, combine
+from gradalign.client.flat import FlatModel
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
-from gradalign.experiment.federation import Federation, ServerState
-from gradalign.experiment.rounds import play_round
-from gradalign.flat import FlatModel
-from gradalign.plan import ClientView, combine
+from gradalign.fast.eligible import lockstep_model
+from gradalign.fast.factors import Shelf
+from gradalign.fast.group import GroupTrainer
+from gradalign.fast.large import LargeWeight, large_product
+from gradalign.server.federation import Federation, ServerState
+from gradalign.server.rounds import play_round
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=8)
 UNMEASURED = ga.Measure(test_every=0, train_every=0)
@@ -79,7 +79,7 @@ ALGORITHMS = [
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: combine(a).label)
 def test_lockstep_agrees_with_the_per_client_loop(model, algorithm):
     task = task_of(model)
-    trainer = GroupTrainer(task, LOCAL, 0, crowd=28)
+    trainer = GroupTrainer(task, LOCAL, 0, clients_per_round=28)
     assert trainer.lockstep is not None
     assert trainer.shelf_length(range(28)), "so few examples should fit"
     close(*runs(task, algorithm, LOCAL))
@@ -109,7 +109,7 @@ def test_weight_decay_goes_in_lockstep_too(model, algorithm, decay):
     """Also where clients take unequally many steps, and where a step's 1 − lr·decay is negative."""
     local = ga.LocalTraining(lr=0.1, epochs=1, batch_size=4, weight_decay=decay)
     task = task_of(model)
-    assert GroupTrainer(task, local, 0, crowd=28).lockstep is not None
+    assert GroupTrainer(task, local, 0, clients_per_round=28).lockstep is not None
     assert len({local.steps_for(len(task.client(client))) for client in range(28)}) > 1
     close(*runs(task, algorithm, local))
 
@@ -133,8 +133,8 @@ def test_spawned_workers_have_shelves_too():
     clients = [(client, 1.0) for client in range(28)]
     sums = []
     for engine in (
-        InProcessEngine(task, LOCAL, 0, crowd=28),
-        PoolEngine(task, LOCAL, 0, 2, crowd=28, method="spawn"),
+        InProcessEngine(task, LOCAL, 0, clients_per_round=28),
+        PoolEngine(task, LOCAL, 0, 2, clients_per_round=28, method="spawn"),
     ):
         with engine:
             point = GroupTrainer(task, LOCAL, 0).one.flat.read()
@@ -150,7 +150,7 @@ def test_a_diverging_client_is_named():
     for algorithm in (ga.FedAvg(), ga.FedGA(beta=0.2)):
         federation = Federation(task=task, algorithm=combine(algorithm), local=LOCAL, per_round=33)
         with (
-            InProcessEngine(task, LOCAL, 0, crowd=33) as engine,
+            InProcessEngine(task, LOCAL, 0, clients_per_round=33) as engine,
             pytest.raises(ga.GradalignError, match="in round 1 at client 17 "),
         ):
             play_round(federation, engine, start)
@@ -170,9 +170,11 @@ def test_what_cannot_go_in_lockstep_takes_the_per_client_path():
     assert lockstep_model(task_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(432, 5))), LOCAL, 0) is None
     assert lockstep_model(task_of(wide, loss=nn.CrossEntropyLoss(label_smoothing=0.1)), LOCAL, 0) is None
     assert lockstep_model(task_of(wide, augment=lambda batch: batch), LOCAL, 0) is None
-    assert GroupTrainer(task_of(wide), LOCAL, 0, crowd=10).lockstep is None, "a few clients train one by one"
-    assert GroupTrainer(task_of(wide), LOCAL, 0, crowd=28, fast=False).lockstep is None
-    assert GroupTrainer(task_of(wide, sizes=(1500,)), LOCAL, 0, crowd=28).shelf_length([0]) is None
+    assert GroupTrainer(task_of(wide), LOCAL, 0, clients_per_round=10).lockstep is None, (
+        "a few clients train one by one"
+    )
+    assert GroupTrainer(task_of(wide), LOCAL, 0, clients_per_round=28, fast=False).lockstep is None
+    assert GroupTrainer(task_of(wide, sizes=(1500,)), LOCAL, 0, clients_per_round=28).shelf_length([0]) is None
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.booleans())
@@ -182,7 +184,7 @@ def test_a_large_weight_is_what_its_factors_say(clients, rows, given_rows, share
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     start = draw(4, 3) if shared else draw(clients, 4, 3)
     weight = LargeWeight(start, draw(clients, given_rows, 4), draw(clients, given_rows, 3), -0.1)
-    written = start + weight.outwards.mT @ weight.inputs
+    written = start + weight.grad_output.mT @ weight.inputs
     before = written.clone()
     for _ in range(3):
         inputs = draw(clients, rows, 3)
@@ -203,16 +205,16 @@ def test_a_shelf_gives_back_what_was_put(rows, along):
     generator = torch.Generator().manual_seed(len(rows))
     shapes, large = [torch.Size([4, 3]), torch.Size([2])], [True, False]
     count, most = len(rows), max(rows)
-    outwards = torch.randn(count, most, 4, generator=generator)
+    grad_output = torch.randn(count, most, 4, generator=generator)
     for client, own in enumerate(rows):
-        outwards[client, own:] = 0.0
+        grad_output[client, own:] = 0.0
     inputs, bias = torch.randn(count, most, 3, generator=generator), torch.randn(count, 2, generator=generator)
     shelf = Shelf(shapes, large)
     shelves = [torch.full((shelf.length(most + 1),), math.nan) for _ in rows]
-    shelf.put([LargeWeight(torch.zeros(4, 3), outwards, inputs, 1.0), bias], rows, shelves)
+    shelf.put([LargeWeight(torch.zeros(4, 3), grad_output, inputs, 1.0), bias], rows, shelves)
     at = LargeWeight.at(torch.zeros(4, 3), count, 1.0)
     weight, moved = shelf.displace([at, torch.ones(count, 2)], along, shelves)
-    assert torch.allclose(weight.outwards.mT @ weight.inputs, along * outwards.mT @ inputs, atol=1e-5)
+    assert torch.allclose(weight.grad_output.mT @ weight.inputs, along * grad_output.mT @ inputs, atol=1e-5)
     assert torch.allclose(moved, 1.0 + along * bias, atol=1e-6)
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradalign as ga
-from gradalign.cohort.batches import plan_batches
-from gradalign.local import shuffled_batches
+from gradalign.client.trainer import shuffled_batches
+from gradalign.fast.batches import plan_batches
 from gradalign.seeding import Purpose, stream_seed, stream_seeds, torch_stream
 from gradalign.tasks import data
 

@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gradalign as ga
-from gradalign.experiment.compare import plan_comparison
-from gradalign.experiment.files import readable_name, safe_name
-from gradalign.experiment.recipes import load_recipe, output_folder
+from gradalign.compare import plan_comparison
+from gradalign.recipes.recipe import load_recipe, output_folder
+from gradalign.runs import readable_name, safe_name
 
 HOSTILE = ["", ".", "..", "...", "../..", "/", "/etc", "a/b", "a\\b", "\0", "a\0", ".lock", "-rf", "con", "NUL.txt"]
 HOSTILE += [

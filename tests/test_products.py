@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.cohort.batches import client_losses, plan_batches
-from gradalign.cohort.products import cross_entropies, own_product, shared_product, stepping_product
-from gradalign.local import shuffled_batches
+from gradalign.client.trainer import shuffled_batches
+from gradalign.fast.batches import client_losses, plan_batches
+from gradalign.fast.products import cross_entropies, own_product, shared_product, stepping_product
 from gradalign.seeding import Purpose, torch_stream
 
 sizes = st.integers(1, 5)
@@ -29,16 +29,16 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
        decay=st.sampled_from([0.0, 0.2]))  # fmt: skip
 def test_backward_takes_each_client_s_step(clients, rows, into, out, bias, first, decay):
     """W ← W − α(∂f/∂W + λW), and so the bias, of each client's own loss, by torch.autograd one client at a time."""
-    inputs, outwards = numbers(clients, rows, into), numbers(clients, rows, out, seed=1)
+    inputs, grad_output = numbers(clients, rows, into), numbers(clients, rows, out, seed=1)
     weight, offset = numbers(clients, out, into, seed=2), numbers(clients, out, seed=3) if bias else None
     expected = []
     for i in range(clients):
         leaves = [t[i].clone().requires_grad_() for t in (inputs, weight, offset) if t is not None]
-        F.linear(*leaves).backward(outwards[i])
+        F.linear(*leaves).backward(grad_output[i])
         expected.append([leaves[0].grad, *((1 - 0.3 * decay) * leaf.detach() - 0.3 * leaf.grad for leaf in leaves[1:])])
     inputs.requires_grad_(not first)
     found = stepping_product(inputs, weight, offset, lr=0.3, decay=decay)
-    found.backward(outwards)
+    found.backward(grad_output)
     results = [None if first else inputs.grad, weight, offset]
     for i, known in enumerate(expected):
         for own, other in zip([r for r in results if r is not None], known[first:], strict=True):
@@ -48,15 +48,15 @@ def test_backward_takes_each_client_s_step(clients, rows, into, out, bias, first
 @settings(max_examples=30, deadline=None)
 @given(clients=sizes, rows=sizes, into=sizes, out=sizes, bias=st.booleans())
 def test_one_weight_for_all_gives_each_client_its_own_gradient(clients, rows, into, out, bias):
-    inputs, outwards = numbers(clients, rows, into).requires_grad_(), numbers(clients, rows, out, seed=1)
+    inputs, grad_output = numbers(clients, rows, into).requires_grad_(), numbers(clients, rows, out, seed=1)
     shared = [numbers(out, into, seed=2), numbers(out, seed=3) if bias else None]
     found: list[Tensor] = []
     outputs = shared_product(inputs, *shared, found=found)
-    outputs.backward(outwards)
+    outputs.backward(grad_output)
     spread = [None if t is None else t.expand(clients, *t.shape).clone().requires_grad_() for t in shared]
     same = inputs.detach().clone().requires_grad_()
     own = own_product(same, *spread)
-    own.backward(outwards)
+    own.backward(grad_output)
     assert torch.allclose(outputs, own)
     assert torch.allclose(inputs.grad, same.grad)
     for gradient, leaf in zip(reversed(found), [t for t in spread if t is not None], strict=True):

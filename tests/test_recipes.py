@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.recipes import load_recipe, shipped_recipes
-from gradalign.experiment.scale import apply_scale
-from gradalign.experiment.spec import validate
+from gradalign.recipes.recipe import load_recipe, shipped_recipes
+from gradalign.recipes.scale import apply_scale
+from gradalign.recipes.spec import validate
 from test_cli import call
 
 PAPERS = [name for name in shipped_recipes() if name != "digits"]

@@ -14,16 +14,16 @@ import pytest
 from typer.testing import CliRunner
 
 import gradalign as ga
-from gradalign.cli import app
-from gradalign.experiment.recipes import load_recipe
+from gradalign.cli.app import app
+from gradalign.recipes.recipe import load_recipe
 from gradalign.report import write_report
 from gradalign.report.experiments import arrange
 from gradalign.report.figures import curve_figure
-from gradalign.report.gather import gather
 from gradalign.report.order import difference, overall, student_quantile, verdict
 from gradalign.report.repeat import how_to_repeat
 from gradalign.report.series import CHOICES, curve_of, curves_of, thinned
 from gradalign.report.table import comparison_table, paper_pairs
+from gradalign.runs.read import gather
 from gradalign.tasks.digits import digits
 from run_folders import PAPER, rows_of, spec_of, write_comparison, write_run
 

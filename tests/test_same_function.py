@@ -19,11 +19,11 @@ from torch.nn.utils import parametrizations
 
 import gradalign as ga
 from conftest import vector
-from gradalign.cohort.eligible import layers_of
-from gradalign.engines.group import GroupTrainer
-from gradalign.local import LocalTrainer
-from gradalign.outer import ProductLinear
-from gradalign.stacks import FasterStack, Run, _innermost, run_stacks_faster
+from gradalign.client.trainer import LocalTrainer
+from gradalign.fast.eligible import layers_of
+from gradalign.fast.group import GroupTrainer
+from gradalign.fast.linear import ProductLinear
+from gradalign.fast.stacks import FasterStack, Run, _innermost, run_stacks_faster
 
 SIDE, CLASSES = 14, 4
 
@@ -485,7 +485,7 @@ def test_random_stacks_take_the_fast_way_now_and_then():
 @pytest.mark.parametrize("name", ["W1", "W2", "W3", "W5", "W6"])
 def test_the_benchmarks_take_their_fast_ways(name):
     workload = dataclasses.replace(WORKLOADS[name], clients=26, size=12, batch=min(WORKLOADS[name].batch, 12))
-    trainer = GroupTrainer(workload.task(workload.data()), workload.local(), 0, crowd=26)
+    trainer = GroupTrainer(workload.task(workload.data()), workload.local(), 0, clients_per_round=26)
     layers = list(trainer.one.flat.module.modules())
     faster = any(isinstance(layer.forward, FasterStack) for layer in layers)
     products = any(isinstance(layer, ProductLinear) for layer in layers)

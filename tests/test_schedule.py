@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 import gradalign as ga
-from gradalign.schedule import value_at
+from gradalign.algorithms.schedule import value_at
 
 
 def values(schedule: object, rounds: int) -> list[float]:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.local import LocalTrainer
-from gradalign.outer import ProductLinear
-from gradalign.spectrum import Shape, convolve, convolve_spectra, spectra_gain, spectrum_of
-from gradalign.stacks import FasterStack
+from gradalign.client.trainer import LocalTrainer
+from gradalign.fast.linear import ProductLinear
+from gradalign.fast.spectrum import Shape, convolve, convolve_spectra, spectra_gain, spectrum_of
+from gradalign.fast.stacks import FasterStack
 from test_fast import both, close
 
 LAST = torch.channels_last
@@ -56,8 +56,8 @@ def test_spectra_give_the_convolution_and_its_gradients(shape, many, into, out, 
     expected = F.conv2d(*plain, padding=shape.padding)
     found = convolve_spectra(*ours, shape)
     assert found.shape == expected.shape == (many, out, *shape.output)
-    outwards = draw(*expected.shape)
-    expected.backward(outwards), found.backward(outwards)
+    grad_output = draw(*expected.shape)
+    expected.backward(grad_output), found.backward(grad_output)
     pairs = [(expected, found), *((a.grad, b.grad) for a, b in zip(plain, ours, strict=True) if a is not None)]
     for known, own in pairs:
         assert torch.allclose(known, own, rtol=1e-10, atol=1e-11)

@@ -17,13 +17,13 @@ from optuna.pruners import NopPruner
 from optuna.trial import TrialState, create_trial
 
 from gradalign.errors import FolderInUseError, GradalignError
-from gradalign.experiment.recipes import load_recipe, shipped_recipes
+from gradalign.recipes.recipe import load_recipe, shipped_recipes
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid
-from gradalign.sweep.ledger import Job, StageBook
 from gradalign.sweep.plan import locked_in_turn
 from gradalign.sweep.protocol import Outcome, Search, Stage, baseline_of, finalists_of, tune
 from gradalign.sweep.pruner import BelowBestPruner, clearly_below
 from gradalign.sweep.storage import _collided, check_sweep, open_storage, register_sweep
+from gradalign.sweep.study import Job, StageStudy
 from gradalign.sweep.workers import working_in
 
 
@@ -211,9 +211,9 @@ def test_the_pruner_compares_at_the_same_round_only():
     assert not BelowBestPruner(0.2).prune(study, create_trial(state=TrialState.RUNNING))
 
 
-def book(tmp_path: Path, worker, *, lists=None, grace: float = 120.0, name: str = "x/s") -> StageBook:
+def book(tmp_path: Path, worker, *, lists=None, grace: float = 120.0, name: str = "x/s") -> StageStudy:
     storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
-    return StageBook(
+    return StageStudy(
         storage,
         name,
         worker,

@@ -16,9 +16,9 @@ import optuna
 import pytest
 
 from conftest import hear_ctrl_c
-from gradalign.experiment.recipes import load_recipe
-from gradalign.experiment.spec import read_recipe
-from gradalign.experiment.store import read_metrics
+from gradalign.recipes.recipe import load_recipe
+from gradalign.recipes.spec import read_recipe
+from gradalign.runs.folder import read_metrics
 from test_cli import call
 
 SMALL = (

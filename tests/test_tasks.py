@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import gradalign as ga
+from gradalign.algorithms.plan import Plan
+from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import LocalTrainer
 from gradalign.errors import GradalignError
-from gradalign.experiment.build import TASKS, build_task
-from gradalign.flat import FlatModel
-from gradalign.local import LocalTrainer
-from gradalign.plan import Plan
+from gradalign.recipes.build import TASKS, build_task
 from gradalign.tasks.images import CropAndFlip, Normalise
 from gradalign.tasks.models import CharLSTM, emnist_cnn, lenet
 
@@ -178,7 +178,7 @@ def test_workers_give_the_same_bits(small_data, name):
 
 
 def test_tasks_are_described_without_data(tmp_path, monkeypatch):
-    from gradalign.experiment.tables import describe_tasks
+    from gradalign.cli.tables import describe_tasks
 
     monkeypatch.setenv("GRADALIGN_DATA", str(tmp_path))
     described = {task["name"]: task["description"] for task in describe_tasks()}

@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 
 import gradalign.theory
 from gradalign.algorithms import FedGA, LinearScaling, Scaffold
-from gradalign.alignment import Probe
+from gradalign.algorithms.plan import Plan
 from gradalign.errors import GradalignError
-from gradalign.plan import Plan
+from gradalign.server.alignment import Probe
 from gradalign.tasks.task import Task
 from gradalign.theory.check import Check, limit, order, order_claim, slope_of
 from gradalign.theory.descent import constants_of, descent, wavy_bowl
 from gradalign.theory.federated import fedga, forms, measuring_tools, scaffold
 from gradalign.theory.federated import gradalign as gradalign_claim
 from gradalign.theory.plot import plot_checks
-from gradalign.theory.problems import Arena, mlp_task, quadratic_task, users_task
+from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
 from gradalign.theory.sequential import (
     every_draw,
     every_order,
@@ -37,12 +37,12 @@ from gradalign.theory.sequential import (
 
 @pytest.fixture(scope="module")
 def mlp():
-    return Arena(mlp_task(seed=0, clients=4), seed=0)
+    return Problem(mlp_task(seed=0, clients=4), seed=0)
 
 
 @pytest.fixture(scope="module")
 def quadratic():
-    return Arena(quadratic_task(seed=0, clients=4), seed=0)
+    return Problem(quadratic_task(seed=0, clients=4), seed=0)
 
 
 def failures(checks):
@@ -197,7 +197,7 @@ def test_a_wrong_hessian_fails(mlp, monkeypatch):
 
 def test_the_wavy_bowl_s_constants_are_bounds():
     task, known = wavy_bowl(seed=0)
-    calculus = Arena(task, seed=0).calculus
+    calculus = Problem(task, seed=0).calculus
     centres = torch.cat([client[0] for client in task.clients])
     assert constants_of(centres) == known
     random = torch.Generator().manual_seed(0)
@@ -237,7 +237,7 @@ def users_own_task(clients=3):
 
 
 def test_a_user_s_task_is_made_smooth_and_small():
-    arena = Arena(users_task(users_own_task(clients=6)), seed=0)
+    arena = Problem(users_task(users_own_task(clients=6)), seed=0)
     assert arena.x.dtype == torch.float64
     assert len(arena.clients) == 4
     assert all(len(arena.task.client(client)) == 32 for client in arena.clients)
@@ -249,7 +249,7 @@ def test_kinks_are_smoothed_and_named():
     inputs = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
     task = Task(model=model, clients=[(inputs[:3], torch.arange(3)), (inputs[3:], torch.arange(3))], name="own")
-    arena = Arena(users_task(task), seed=0)
+    arena = Problem(users_task(task), seed=0)
     assert arena.name == "own, MaxPool2d as AvgPool2d, ReLU as GELU"
     assert isinstance(model[1], nn.ReLU)  # the user's model is left alone
     assert failures(gradalign_claim(arena)) == set()
@@ -262,7 +262,7 @@ def test_one_client_cannot_be_checked():
 
 def test_single_precision_is_refused():
     with pytest.raises(GradalignError, match="float64"):
-        Arena(users_own_task(), seed=0)
+        Problem(users_own_task(), seed=0)
 
 
 # --- the command
@@ -286,7 +286,7 @@ def some_checks(passed):
 
 @pytest.fixture
 def run_cli(monkeypatch):
-    from gradalign.theory_cli import register
+    from gradalign.cli.theory import register
 
     app = typer.Typer()
     register(app)

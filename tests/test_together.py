@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 import gradalign as ga
 from conftest import vector
-from gradalign.engines.group import GroupTrainer
+from gradalign.algorithms.plan import Plan, combine
+from gradalign.client.flat import FlatModel
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
-from gradalign.experiment.federation import Federation, ServerState
-from gradalign.experiment.rounds import play_round
-from gradalign.flat import FlatModel
-from gradalign.plan import Plan, combine
+from gradalign.fast.group import GroupTrainer
+from gradalign.server.federation import Federation, ServerState
+from gradalign.server.rounds import play_round
 from gradalign.tasks.data import TensorExamples
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=8)
@@ -44,7 +44,7 @@ def task_of(model, change=lambda client, data: data) -> ga.Task:
 
 
 def trains_together(task: ga.Task, local: ga.LocalTraining = LOCAL) -> bool:
-    trainer = GroupTrainer(task, local, 0, crowd=CLIENTS)
+    trainer = GroupTrainer(task, local, 0, clients_per_round=CLIENTS)
     return trainer.cohort is not None or trainer.lockstep is not None
 
 
@@ -160,7 +160,7 @@ def test_too_few_answers_are_too_few_in_groups_too(model):
         task=task, algorithm=combine(ga.FedAvg()), local=LOCAL, per_round=CLIENTS, dropout=0.6, min_fraction=0.9
     )
     with (
-        InProcessEngine(task, LOCAL, 0, crowd=CLIENTS) as engine,
+        InProcessEngine(task, LOCAL, 0, clients_per_round=CLIENTS) as engine,
         pytest.raises(ga.GradalignError, match=f"of {CLIENTS} clients answered the training phase"),
     ):
         play_round(federation, engine, ServerState(point=FlatModel(task.make_model(0)).read()))
@@ -187,7 +187,7 @@ def test_a_client_that_fails_is_named(model, algorithm):
     clients = Breaking()
     task = ga.Task(model=model, clients=clients)
     federation = Federation(task=task, algorithm=combine(algorithm), local=LOCAL, per_round=CLIENTS)
-    with InProcessEngine(task, LOCAL, 0, crowd=CLIENTS) as engine:
+    with InProcessEngine(task, LOCAL, 0, clients_per_round=CLIENTS) as engine:
         clients.broken = True
         with pytest.raises(ga.GradalignError, match="client 7 failed: OSError: the disk is gone"):
             play_round(federation, engine, ServerState(point=FlatModel(task.make_model(0)).read()))
@@ -199,7 +199,7 @@ def test_a_client_with_a_finite_loss_and_an_infinite_update_is_named(model):
     local = ga.LocalTraining(lr=1e20, steps=1, batch_size=8)
     federation = Federation(task=task, algorithm=combine(ga.FedAvg()), local=local, per_round=CLIENTS)
     with (
-        InProcessEngine(task, local, 0, crowd=CLIENTS) as engine,
+        InProcessEngine(task, local, 0, clients_per_round=CLIENTS) as engine,
         pytest.raises(ga.GradalignError, match="in round 1 at client 17 "),
     ):
         play_round(federation, engine, ServerState(point=FlatModel(task.make_model(0)).read()))
@@ -207,10 +207,10 @@ def test_a_client_with_a_finite_loss_and_an_infinite_update_is_named(model):
 
 def test_shelves_are_made_when_gradients_need_them_and_grow():
     task = task_of(wide, lambda client, data: (data[0][: 5 + client // 3], data[1][: 5 + client // 3]))
-    with PoolEngine(task, LOCAL, 0, 1, crowd=CLIENTS) as engine:
+    with PoolEngine(task, LOCAL, 0, 1, clients_per_round=CLIENTS) as engine:
         point = FlatModel(task.make_model(0)).read()
         list(engine.train_sums(point, [(0, Plan(), 1.0)], round_index=0, lr=0.1))
-        assert engine._desk.shelves.numel() == 0, "FedAvg has no use for them"
+        assert engine._buffers.shelves.numel() == 0, "FedAvg has no use for them"
         few, many = [(client, 1.0) for client in range(3)], [(client, 1.0) for client in range(20)]
         for clients in (few, many, few):
             found = sum(reply.gradient.clone() for _, reply in engine.gradient_sums(point, clients, round_index=0))
@@ -218,13 +218,13 @@ def test_shelves_are_made_when_gradients_need_them_and_grow():
                 reply.gradient.clone() for _, reply in engine.gradients(point, [c for c, _ in clients], round_index=0)
             )
             assert float((found - own).norm()) < 1e-5 * float(own.norm())
-        assert len(engine._desk.shelves) == 20
-    assert math.prod(engine._desk.shelves.shape) < 20 * point.x.numel() / 2
+        assert len(engine._buffers.shelves) == 20
+    assert math.prod(engine._buffers.shelves.shape) < 20 * point.x.numel() / 2
 
 
 def test_settings_that_lockstep_cannot_do_leave_it_out():
     for more in ({"momentum": 0.5}, {"clip_norm": 1.0}):
         assert not trains_together(task_of(wide), ga.LocalTraining(lr=0.1, batch_size=8, **more))
-    trainer = GroupTrainer(task_of(wide), LOCAL, 0, crowd=CLIENTS)
+    trainer = GroupTrainer(task_of(wide), LOCAL, 0, clients_per_round=CLIENTS)
     assert trainer.sums(True)
     assert not trainer.sums(False), "FedProx and SCAFFOLD train one by one"

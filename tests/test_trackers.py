@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import gradalign as ga
 from conftest import blobs, vector
-from gradalign.cli import app
-from gradalign.experiment.recipes import load_recipe
-from gradalign.experiment.store import read_metrics
-from gradalign.experiment.tracking import tagged
+from gradalign.cli.app import app
+from gradalign.recipes.recipe import load_recipe
+from gradalign.runs.folder import read_metrics
+from gradalign.tracking import tagged
 
 SMALL = ("--set", "rounds=3", "--set", "task.clients=5", "--set", "clients.per_round=3", "--workers", "0")
 TAGS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradalign.experiment.follow import Followed
-from gradalign.experiment.trust import lies_in_run_folder
+from gradalign.recipes.trust import lies_in_run_folder
+from gradalign.watch.followed import Followed
 from run_folders import rows_of, spec_of
 from test_cli import call
 

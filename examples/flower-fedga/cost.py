@@ -7,12 +7,12 @@ process, for a model of 4,810 float32 parameters and ten clients a round.
 from __future__ import annotations
 
 import gradalign as ga
-from gradalign.experiment.build import make_federation
-from gradalign.experiment.federation import ServerState
-from gradalign.experiment.rounds import play_round
-from gradalign.flat import FlatModel
+from gradalign.algorithms.plan import combine
+from gradalign.client.flat import FlatModel
 from gradalign.flower.engine import in_process_engine
-from gradalign.plan import combine
+from gradalign.recipes.build import make_federation
+from gradalign.server.federation import ServerState
+from gradalign.server.rounds import play_round
 from gradalign.tasks.digits import digits
 
 CLIENTS, ROUNDS = 10, 5

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
         LinearScaling,
         Scaffold,
     )
+    from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
+    from gradalign.algorithms.schedule import Cosine, OffUntil, Steps, Warmup
+    from gradalign.api import run
+    from gradalign.client import LocalTraining
     from gradalign.errors import DivergedError, GradalignError
-    from gradalign.experiment.api import run
-    from gradalign.experiment.measure import Measure
-    from gradalign.experiment.runner import Result
-    from gradalign.experiment.trackers import TensorBoard, WeightsAndBiases
-    from gradalign.experiment.tracking import RunInfo, Tracker
     from gradalign.optim import GradAlign
-    from gradalign.schedule import Cosine, OffUntil, Steps, Warmup
-    from gradalign.server import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
+    from gradalign.server.measure import Measure
+    from gradalign.server.runner import Result
     from gradalign.tasks.data import PartitionedClients
     from gradalign.tasks.holdout import hold_out
     from gradalign.tasks.task import Task
-    from gradalign.training import LocalTraining
+    from gradalign.tracking import RunInfo, Tracker
+    from gradalign.tracking.services import TensorBoard, WeightsAndBiases
 
 _HOMES = {
     "gradalign.algorithms": (
@@ -45,15 +45,15 @@ _HOMES = {
         "Scaffold",
     ),
     "gradalign.errors": ("DivergedError", "GradalignError"),
-    "gradalign.experiment.api": ("run",),
-    "gradalign.experiment.measure": ("Measure",),
-    "gradalign.experiment.runner": ("Result",),
-    "gradalign.experiment.trackers": ("TensorBoard", "WeightsAndBiases"),
-    "gradalign.experiment.tracking": ("RunInfo", "Tracker"),
-    "gradalign.training": ("LocalTraining",),
+    "gradalign.api": ("run",),
+    "gradalign.server.measure": ("Measure",),
+    "gradalign.server.runner": ("Result",),
+    "gradalign.tracking.services": ("TensorBoard", "WeightsAndBiases"),
+    "gradalign.tracking": ("RunInfo", "Tracker"),
+    "gradalign.client": ("LocalTraining",),
     "gradalign.optim": ("GradAlign",),
-    "gradalign.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
-    "gradalign.server": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),
+    "gradalign.algorithms.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
+    "gradalign.algorithms.rules": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),
     "gradalign.tasks.data": ("PartitionedClients",),
     "gradalign.tasks.holdout": ("hold_out",),
     "gradalign.tasks.task": ("Task",),

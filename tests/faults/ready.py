@@ -16,15 +16,6 @@ from typing import Any
 def _import_all() -> None:
     import torch
 
-    import gradalign.cli
-    import gradalign.data_cli
-    import gradalign.experiment.api
-    import gradalign.experiment.compare
-    import gradalign.experiment.tables
-    import gradalign.experiment.watch
-    import gradalign.report
-    import gradalign.sweep.run  # noqa: F401
-
     torch.set_num_threads(1)
 
 
@@ -45,7 +36,7 @@ def _become(request: dict[str, Any]) -> None:
     os.environ |= request["environment"]
     code: Any = 1
     try:
-        from gradalign.entry import main
+        from gradalign.cli.entry import main
 
         main()
     except SystemExit as end:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, Self, runtime_checkable
 
-from gradalign.flat import Point
-from gradalign.plan import ClientView, Combination, Plan, Shift
-from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.algorithms.plan import ClientView, Combination, Plan, Shift
+from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.client.flat import Point
 
 
 class Engine(Protocol):

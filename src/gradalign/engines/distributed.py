@@ -17,16 +17,16 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from gradalign.engines.group import evaluation_rows, named_failure
+from gradalign.algorithms.plan import Plan
+from gradalign.client import LocalTraining
+from gradalign.client.exchange import ClientGradient, ClientUpdate, Score
+from gradalign.client.flat import Point
+from gradalign.client.trainer import LocalTrainer
 from gradalign.engines.local import one_thread
 from gradalign.engines.wire import Ask, Wire
 from gradalign.errors import GradalignError, LostRankError
-from gradalign.flat import Point
-from gradalign.local import LocalTrainer
-from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, Score
+from gradalign.fast.group import evaluation_rows, named_failure
 from gradalign.tasks.task import Task
-from gradalign.training import LocalTraining
 
 Reply = TypeVar("Reply")
 _FAILED, _DONE = 0.0, 1.0
@@ -157,7 +157,7 @@ class DistributedEngine:
             return self.work.train(*job, round_index, lr)
 
         def hear(peer: int) -> ClientUpdate:
-            loss, steps, examples, travel, *_ = self.wire.receive_row(peer)
+            loss, steps, examples, total_step_size, *_ = self.wire.receive_row(peer)
             update, floats, ints = (self.wire.receive(v, peer) for v in (point.x, point.floats, point.ints))
             return ClientUpdate(
                 update=update,
@@ -166,7 +166,7 @@ class DistributedEngine:
                 loss=loss,
                 steps=int(steps),
                 examples=int(examples),
-                travel=travel,
+                total_step_size=total_step_size,
             )
 
         for wave in _waves(plans, self.wire.size):
@@ -268,7 +268,11 @@ class DistributedEngine:
             known = found.accuracy is not None
             return [found.loss, float(known), found.accuracy or 0.0, found.examples], [found.gradient]
         reply = self.work.train(client, plan, round_index, row[2])
-        return [reply.loss, reply.steps, reply.examples, reply.travel], [reply.update, reply.floats, reply.ints]
+        return [reply.loss, reply.steps, reply.examples, reply.total_step_size], [
+            reply.update,
+            reply.floats,
+            reply.ints,
+        ]
 
 
 def _waves(jobs: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -1,4 +1,4 @@
-"""What the server asks of a worker process, and the desk of shared memory on which vectors change hands."""
+"""What the server asks of a worker process, and the buffers of shared memory on which vectors change hands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradalign.engines.group import GroupTrainer
+from gradalign.algorithms.plan import Plan
+from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.client.flat import Point
 from gradalign.errors import ClientError, GradalignError
-from gradalign.flat import Point
-from gradalign.plan import Plan
-from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.fast.group import GroupTrainer
 
 _NOTHING = torch.empty(0)
 _LINE = 16  # numbers that fill whole lines of the cache, in any precision
@@ -42,7 +42,7 @@ def _shared(*shape: int, dtype: torch.dtype, forked: bool) -> Tensor:
     return zeros.view(shape)
 
 
-class Desk:
+class SharedBuffers:
     """All shared memory of a pool: the server's point, slots for groups of up to ``width`` clients, and shelves."""
 
     def __init__(self, point: Point, slots: int, width: int, *, forked: bool = False) -> None:
@@ -86,15 +86,17 @@ class GradientJob:
     round_index: int
     limit: int | None
 
-    def run(self, trainer: GroupTrainer, desk: Desk) -> list[ClientGradient]:
+    def run(self, trainer: GroupTrainer, buffers: SharedBuffers) -> list[ClientGradient]:
         """Do the work in a worker; the replies' vectors stay in the slot."""
-        out = desk.slot(self.slot).out
-        replies = trainer.gradients(desk.point, self.clients, round_index=self.round_index, limit=self.limit, out=out)
+        out = buffers.slot(self.slot).out
+        replies = trainer.gradients(
+            buffers.point, self.clients, round_index=self.round_index, limit=self.limit, out=out
+        )
         return [replace(reply, gradient=_NOTHING) for reply in replies]
 
-    def collect(self, replies: list[ClientGradient], desk: Desk) -> list[ClientGradient]:
+    def collect(self, replies: list[ClientGradient], buffers: SharedBuffers) -> list[ClientGradient]:
         """Give the replies their vectors back, in the server."""
-        out = desk.slot(self.slot).out
+        out = buffers.slot(self.slot).out
         return [replace(reply, gradient=out[row]) for row, reply in enumerate(replies)]
 
 
@@ -109,22 +111,22 @@ class GradientSumJob:
     round_index: int
     limit: int | None
 
-    def run(self, trainer: GroupTrainer, desk: Desk) -> GroupGradient:
+    def run(self, trainer: GroupTrainer, buffers: SharedBuffers) -> GroupGradient:
         """Do the work in a worker; the reply's vector stays in the slot."""
         reply = trainer.gradient_sum(
-            desk.point,
+            buffers.point,
             self.clients,
             self.weights,
             round_index=self.round_index,
             limit=self.limit,
-            out=desk.slot(self.slot).out[0],
-            shelves=[desk.shelves[row] for row in self.shelves],
+            out=buffers.slot(self.slot).out[0],
+            shelves=[buffers.shelves[row] for row in self.shelves],
         )
         return replace(reply, gradient=_NOTHING)
 
-    def collect(self, reply: GroupGradient, desk: Desk) -> GroupGradient:
+    def collect(self, reply: GroupGradient, buffers: SharedBuffers) -> GroupGradient:
         """Give the reply its vector back, in the server."""
-        return replace(reply, gradient=desk.slot(self.slot).out[0])
+        return replace(reply, gradient=buffers.slot(self.slot).out[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +142,17 @@ class TrainJob:
 
     @classmethod
     def put(
-        cls, plans: Sequence[Plan], desk: Desk, *, slot: int, clients: list[int], round_index: int, lr: float
+        cls,
+        plans: Sequence[Plan],
+        buffers: SharedBuffers,
+        *,
+        slot: int,
+        clients: list[int],
+        round_index: int,
+        lr: float,
     ) -> TrainJob:
-        """Lay the plans' vectors on the desk."""
-        room, described = desk.slot(slot), []
+        """Write the plans' vectors to the buffers."""
+        room, described = buffers.slot(slot), []
         for row, plan in enumerate(plans):
             if plan.displacement is not None:
                 room.displacement[row].copy_(plan.displacement)
@@ -153,11 +162,11 @@ class TrainJob:
             described.append((*given, plan.pull, plan.every_step))
         return cls(slot=slot, clients=clients, round_index=round_index, lr=lr, plans=described)
 
-    def run(self, trainer: GroupTrainer, desk: Desk) -> list[ClientUpdate]:
+    def run(self, trainer: GroupTrainer, buffers: SharedBuffers) -> list[ClientUpdate]:
         """Do the work in a worker; the replies' vectors stay in the slot."""
-        room = desk.slot(self.slot)
+        room = buffers.slot(self.slot)
         replies = trainer.train(
-            desk.point, self.clients, self.read(room), round_index=self.round_index, lr=self.lr, out=room.out
+            buffers.point, self.clients, self.read(room), round_index=self.round_index, lr=self.lr, out=room.out
         )
         for row, reply in enumerate(replies):
             room.floats[row].copy_(reply.floats)
@@ -176,9 +185,9 @@ class TrainJob:
             for row, (displaced, corrected, pull, every_step) in enumerate(self.plans)
         ]
 
-    def collect(self, replies: list[ClientUpdate], desk: Desk) -> list[ClientUpdate]:
+    def collect(self, replies: list[ClientUpdate], buffers: SharedBuffers) -> list[ClientUpdate]:
         """Give the replies their vectors back, in the server."""
-        room = desk.slot(self.slot)
+        room = buffers.slot(self.slot)
         return [
             replace(reply, update=room.out[row], floats=room.floats[row], ints=room.ints[row])
             for row, reply in enumerate(replies)
@@ -205,11 +214,11 @@ class SumJob:
         """Whose work this is."""
         return self.each.clients
 
-    def run(self, trainer: GroupTrainer, desk: Desk) -> GroupUpdate:
+    def run(self, trainer: GroupTrainer, buffers: SharedBuffers) -> GroupUpdate:
         """Do the work in a worker; the reply's vectors stay in the slot."""
-        room, each = desk.slot(self.slot), self.each
+        room, each = buffers.slot(self.slot), self.each
         reply = trainer.train_sum(
-            desk.point,
+            buffers.point,
             each.clients,
             each.read(room),
             self.weights,
@@ -217,15 +226,15 @@ class SumJob:
             lr=each.lr,
             out=room.out[0],
             along=self.along,
-            shelves=[desk.shelves[row] for row in self.shelves],
+            shelves=[buffers.shelves[row] for row in self.shelves],
         )
         room.floats[0].copy_(reply.floats)
         room.ints[0].copy_(reply.ints)
         return replace(reply, update=_NOTHING, floats=_NOTHING, ints=_NOTHING)
 
-    def collect(self, reply: GroupUpdate, desk: Desk) -> GroupUpdate:
+    def collect(self, reply: GroupUpdate, buffers: SharedBuffers) -> GroupUpdate:
         """Give the reply its vectors back, in the server."""
-        room = desk.slot(self.slot)
+        room = buffers.slot(self.slot)
         return replace(reply, update=room.out[0], floats=room.floats[0], ints=room.ints[0])
 
 
@@ -237,11 +246,11 @@ class EvaluationJob:
     start: int
     stop: int
 
-    def run(self, trainer: GroupTrainer, desk: Desk) -> Score:
+    def run(self, trainer: GroupTrainer, buffers: SharedBuffers) -> Score:
         """Do the work in a worker."""
-        return trainer.evaluate(desk.point, self.start, self.stop)
+        return trainer.evaluate(buffers.point, self.start, self.stop)
 
-    def collect(self, reply: Score, desk: Desk) -> Score:
+    def collect(self, reply: Score, buffers: SharedBuffers) -> Score:
         """Nothing lies in the slot."""
         return reply
 

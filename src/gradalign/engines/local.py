@@ -11,15 +11,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from gradalign.algorithms.plan import Plan, Shift
+from gradalign.client import LocalTraining
+from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.client.flat import Point
 from gradalign.engines import Engine
-from gradalign.engines.group import GroupTrainer, evaluation_rows, groups
 from gradalign.engines.pool import PoolEngine
 from gradalign.errors import GradalignError
-from gradalign.flat import Point
-from gradalign.plan import Plan, Shift
-from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.fast.group import GroupTrainer, evaluation_rows, groups
 from gradalign.tasks.task import Task
-from gradalign.training import LocalTraining
 
 
 @contextmanager
@@ -48,11 +48,11 @@ class InProcessEngine:
         device: torch.device | str = "cpu",
         *,
         fast: bool = True,
-        crowd: int = 0,
+        clients_per_round: int = 0,
     ) -> None:
         self.task = task
         with one_thread():
-            self.trainer = GroupTrainer(task, local, seed, device, fast=fast, crowd=crowd)
+            self.trainer = GroupTrainer(task, local, seed, device, fast=fast, clients_per_round=clients_per_round)
         self._shelves: dict[int, Tensor] = {}
 
     def gradients(
@@ -160,7 +160,7 @@ def local_engine(
     workers: int | None = None,
     device: torch.device | str = "cpu",
     fast: bool = True,
-    crowd: int = 0,
+    clients_per_round: int = 0,
 ) -> Engine:
     """Return the engine for this machine.
 
@@ -172,14 +172,14 @@ def local_engine(
             The number changes the speed and never the result.
         device: Where the model runs. Anything but the CPU works in this process.
         fast: Use memory formats, layer orders and batched products that give the same result up to rounding.
-        crowd: How many clients a round has; many clients of a small model train together.
+        clients_per_round: How many clients a round has; many clients of a small model train together.
     """
     if workers is not None and workers < 0:
         raise GradalignError(f"workers must be 0 (in this process) or more, got {workers}")
     if torch.device(device).type != "cpu" or workers == 0:
-        return InProcessEngine(task, local, seed, device, fast=fast, crowd=crowd)
+        return InProcessEngine(task, local, seed, device, fast=fast, clients_per_round=clients_per_round)
     if multiprocessing.current_process().daemon:
         if workers is None:
-            return InProcessEngine(task, local, seed, device, fast=fast, crowd=crowd)
+            return InProcessEngine(task, local, seed, device, fast=fast, clients_per_round=clients_per_round)
         raise GradalignError("this process is itself a daemonic worker and may not start workers; use workers=0")
-    return PoolEngine(task, local, seed, workers or available_cores(), fast=fast, crowd=crowd)
+    return PoolEngine(task, local, seed, workers or available_cores(), fast=fast, clients_per_round=clients_per_round)

@@ -20,26 +20,26 @@ import torch
 import torch.multiprocessing
 
 from gradalign import stopping
-from gradalign.engines.group import GroupTrainer, evaluation_rows, groups
+from gradalign.algorithms.plan import Plan, Shift
+from gradalign.client import LocalTraining
+from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.client.flat import Point
 from gradalign.engines.jobs import (
-    Desk,
     EvaluationJob,
     Failure,
     GradientJob,
     GradientSumJob,
     Job,
+    SharedBuffers,
     SumJob,
     TrainJob,
     for_whom,
 )
 from gradalign.engines.worker import start_method, work
 from gradalign.errors import GradalignError
-from gradalign.flat import Point
-from gradalign.plan import Plan, Shift
-from gradalign.replies import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.fast.group import GroupTrainer, evaluation_rows, groups
 from gradalign.seeding import quiet_generators
 from gradalign.tasks.task import Task
-from gradalign.training import LocalTraining
 
 ATTEMPTS = 3
 
@@ -71,17 +71,19 @@ class PoolEngine:
         workers: int,
         *,
         fast: bool = True,
-        crowd: int = 0,
+        clients_per_round: int = 0,
         method: str | None = None,
     ) -> None:
-        self.task, self.local, self.seed, self.fast, self.crowd = task, local, seed, fast, crowd
+        self.task, self.local, self.seed, self.fast, self.clients_per_round = task, local, seed, fast, clients_per_round
         self._context: Any = torch.multiprocessing.get_context(method or start_method())
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
-        trainer = GroupTrainer(task, local, seed, fast=fast, crowd=crowd)
+        trainer = GroupTrainer(task, local, seed, fast=fast, clients_per_round=clients_per_round)
         self._trainer = trainer
         forked = self._context.get_start_method() == "fork"
-        self._desk = Desk(trainer.one.flat.read(), self._slots, max(trainer.width, trainer.sum_width), forked=forked)
+        self._buffers = SharedBuffers(
+            trainer.one.flat.read(), self._slots, max(trainer.width, trainer.sum_width), forked=forked
+        )
         self._shelf_of: dict[int, int] = {}
         self._wanted = workers
         self._workers: list[_Worker] = []
@@ -107,8 +109,8 @@ class PoolEngine:
             self.local,
             self.seed,
             self.fast,
-            self.crowd,
-            self._desk,
+            self.clients_per_round,
+            self._buffers,
         )
         process = self._context.Process(target=work, args=arguments, daemon=True, name="gradalign-worker")
         try:
@@ -196,7 +198,7 @@ class PoolEngine:
                     job, answer = answered.pop(handed_on)
                     if isinstance(answer, Failure):
                         raise answer.as_error()
-                    yield job, job.collect(answer, self._desk)
+                    yield job, job.collect(answer, self._buffers)
                     free.append(job.slot)
                     handed_on += 1
                 elif handed_on == given and exhausted:
@@ -213,7 +215,7 @@ class PoolEngine:
         self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
     ) -> Iterator[tuple[int, ClientGradient]]:
         """Yield (client, ∇f_i(x)) for every client."""
-        self._desk.point.copy_(point)
+        self._buffers.point.copy_(point)
 
         def maker(group: list[int]) -> Callable[[int], Job]:
             return lambda slot: GradientJob(slot=slot, clients=group, round_index=round_index, limit=limit)
@@ -226,12 +228,12 @@ class PoolEngine:
         self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
     ) -> Iterator[tuple[int, ClientUpdate]]:
         """Yield (client, Δ_i) for every planned client."""
-        self._desk.point.copy_(point)
+        self._buffers.point.copy_(point)
 
         def maker(group: list[tuple[int, Plan]]) -> Callable[[int], Job]:
             clients, own = [client for client, _ in group], [plan for _, plan in group]
             return lambda slot: TrainJob.put(
-                own, self._desk, slot=slot, clients=clients, round_index=round_index, lr=lr
+                own, self._buffers, slot=slot, clients=clients, round_index=round_index, lr=lr
             )
 
         makers = (maker(group) for group in groups(plans, self._trainer.width))
@@ -249,9 +251,9 @@ class PoolEngine:
     def _set_up_shelves(self, clients: list[int]) -> None:
         """Give every client a shelf; workers hired before there were enough of them do not see them, and go."""
         length = self._trainer.shelf_length(clients) or 0
-        if self._desk.has_shelves(len(clients), length):
+        if self._buffers.has_shelves(len(clients), length):
             return
-        self._desk.set_up_shelves(len(clients), length)
+        self._buffers.set_up_shelves(len(clients), length)
         for worker in list(self._workers):
             self._dismiss(worker)
         self._fill()
@@ -261,7 +263,7 @@ class PoolEngine:
     ) -> Iterator[tuple[list[int], GroupGradient]]:
         """Yield (clients, Σ w_i ∇f_i(x)) for groups of clients; keep each one's own."""
         self._set_up_shelves([client for client, _ in clients])
-        self._desk.point.copy_(point)
+        self._buffers.point.copy_(point)
         self._shelf_of = {client: row for row, (client, _) in enumerate(clients)}
 
         def maker(group: list[tuple[int, float]]) -> Callable[[int], Job]:
@@ -288,7 +290,7 @@ class PoolEngine:
         shift: Shift | None = None,
     ) -> Iterator[tuple[list[int], GroupUpdate]]:
         """Yield (clients, Σ w_i Δ_i) for groups of clients."""
-        self._desk.point.copy_(point.moved(None if shift is None else shift.common))
+        self._buffers.point.copy_(point.moved(None if shift is None else shift.common))
 
         def maker(group: list[tuple[int, Plan, float]]) -> Callable[[int], Job]:
             clients, own = [client for client, _, _ in group], [plan for _, plan, _ in group]
@@ -296,7 +298,7 @@ class PoolEngine:
                 weights=[weight for _, _, weight in group],
                 along=0.0 if shift is None else shift.along,
                 shelves=[] if shift is None else [self._shelf_of[client] for client in clients],
-                each=TrainJob.put(own, self._desk, slot=slot, clients=clients, round_index=round_index, lr=lr),
+                each=TrainJob.put(own, self._buffers, slot=slot, clients=clients, round_index=round_index, lr=lr),
             )
 
         makers = (maker(group) for group in groups(plans, self._trainer.sum_width))
@@ -308,7 +310,7 @@ class PoolEngine:
         examples = self.task.test_examples
         if examples is None:
             return None
-        self._desk.point.copy_(point)
+        self._buffers.point.copy_(point)
 
         def maker(rows: torch.Tensor) -> Callable[[int], Job]:
             start = int(rows[0])

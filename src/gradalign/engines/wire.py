@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradalign.engines.jobs import Failure
+from gradalign.engines.launch import under_torchrun
 from gradalign.errors import GradalignError, LostRankError
-from gradalign.launch import under_torchrun
 from gradalign.stopping import left_to_the_kernel
 
 NUMBERS = 8

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from gradalign import stopping
-from gradalign.engines.group import GroupTrainer, named_failure
-from gradalign.engines.jobs import Desk, Failure, Job, for_whom
+from gradalign.client import LocalTraining
+from gradalign.engines.allocator import retain_freed_memory
+from gradalign.engines.jobs import Failure, Job, SharedBuffers, for_whom
 from gradalign.errors import GradalignError
-from gradalign.fast import keep_freed_memory
+from gradalign.fast.group import GroupTrainer, named_failure
 from gradalign.tasks.task import Task
-from gradalign.training import LocalTraining
 
 _PR_SET_PDEATHSIG = 1
 
@@ -47,8 +47,8 @@ def work(
     local: LocalTraining,
     seed: int,
     fast: bool,
-    crowd: int,
-    desk: Desk,
+    clients_per_round: int,
+    buffers: SharedBuffers,
 ) -> None:
     """Serve jobs until the pipe closes. Runs in the worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
@@ -60,7 +60,7 @@ def work(
         connection.close()
     torch.set_num_threads(1)
     if fast:
-        keep_freed_memory()
+        retain_freed_memory()
     trainer: GroupTrainer | None = None
     while True:
         try:
@@ -69,8 +69,8 @@ def work(
             return
         try:
             with named_failure(for_whom(job)):
-                trainer = trainer or GroupTrainer(task, local, seed, fast=fast, crowd=crowd)
-                answer: Any = job.run(trainer, desk)
+                trainer = trainer or GroupTrainer(task, local, seed, fast=fast, clients_per_round=clients_per_round)
+                answer: Any = job.run(trainer, buffers)
         except GradalignError as error:
             answer = Failure.of(error)
         try:

@@ -12,9 +12,11 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
+from gradalign.algorithms.plan import Algorithm, ClientView, Combination
+from gradalign.client.flat import Point
+from gradalign.client.trainer import LocalTrainer
 from gradalign.engines.local import one_thread
 from gradalign.errors import GradalignError
-from gradalign.flat import Point
 from gradalign.flower.memory import ClientMemory, MemoryLostError
 from gradalign.flower.messages import (
     ARRAYS,
@@ -29,8 +31,6 @@ from gradalign.flower.messages import (
     reply,
     to_tensor,
 )
-from gradalign.local import LocalTrainer
-from gradalign.plan import Algorithm, ClientView, Combination
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
 
@@ -105,7 +105,7 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keepsakes:
+class ClientRound:
     """What an order's plan is made from, and how to remember what comes of it."""
 
     order: Order
@@ -116,7 +116,7 @@ class Keepsakes:
     @classmethod
     def of(
         cls, message: Message, order: Order, memory: ClientMemory, point: Point, known: Mapping[str, type[Algorithm]]
-    ) -> Keepsakes:
+    ) -> ClientRound:
         """Put together each part's view from what the server sent and what the client kept."""
         algorithm = build_parts(order.parts, known)
         x = point.x
@@ -144,15 +144,15 @@ class Keepsakes:
             )
         return cls(order=order, algorithm=algorithm, views=views, memory=memory)
 
-    def remember(self, update: Tensor, travel: float) -> None:
+    def remember(self, update: Tensor, total_step_size: float) -> None:
         """Keep k_i⁺ beside the k_i that the server knows of."""
         if self.algorithm.keepers:
-            remember_as_sent("update", update, lambda sent: self._keep(sent, travel))
+            remember_as_sent("update", update, lambda sent: self._keep(sent, total_step_size))
 
-    def _keep(self, update: Tensor, travel: float) -> None:
+    def _keep(self, update: Tensor, total_step_size: float) -> None:
         for part in self.algorithm.keepers:
             view, last = self.views[part.label], self.order.memory.get(part.label, -1)
-            versions = {self.order.round: part.keep(view, update, travel)}
+            versions = {self.order.round: part.keep(view, update, total_step_size)}
             if last >= 0:
                 versions[last] = view.memory()[0]
             self.memory.put_kept(part.label, versions)
@@ -231,11 +231,11 @@ class _TaskClient:
         with one_thread():
             trainer, like = self._prepare(context, order)
             point = memory.point(message, order.round, like)
-            brief = Keepsakes.of(message, order, memory, point, self._algorithms)
+            brief = ClientRound.of(message, order, memory, point, self._algorithms)
             plan = brief.algorithm.plan(dict(brief.views))
             done = trainer.train(point, plan, examples, client=order.client, round_index=order.round, lr=order.lr)
-        brief.remember(done.update.cpu(), done.travel)
-        numbers = {"loss": done.loss, "steps": done.steps, "travel": done.travel}
+        brief.remember(done.update.cpu(), done.total_step_size)
+        numbers = {"loss": done.loss, "steps": done.steps, "travel": done.total_step_size}
         numbers |= {EXAMPLES: len(examples), SEEN: done.examples}
         return reply(message, {"update": done.update, "floats": done.floats, "ints": done.ints}, numbers)
 

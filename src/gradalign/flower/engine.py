@@ -18,10 +18,11 @@ import torch
 from flwr.app import Array, Message
 from flwr.serverapp import Grid
 
+from gradalign.algorithms.plan import ClientView, Combination, Plan
+from gradalign.client.exchange import ClientGradient, ClientUpdate, Score
+from gradalign.client.flat import Point
 from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
-from gradalign.experiment.federation import Federation
-from gradalign.flat import Point
 from gradalign.flower.client import client_app
 from gradalign.flower.exchange import Answers, Exchange, Patience, Roster, logger
 from gradalign.flower.grid import InProcessGrid
@@ -43,8 +44,7 @@ from gradalign.flower.messages import (
     to_array,
     unread_settings,
 )
-from gradalign.plan import ClientView, Combination, Plan
-from gradalign.replies import ClientGradient, ClientUpdate, Score
+from gradalign.server.federation import Federation
 
 _Reply = TypeVar("_Reply", ClientGradient, ClientUpdate)
 

@@ -28,13 +28,13 @@ import torch
 from flwr.app import ConfigRecord, Context, Message
 from torch import Tensor, nn
 
+from gradalign.algorithms.plan import Algorithm
+from gradalign.client import LocalTraining
+from gradalign.client.flat import FlatModel
 from gradalign.errors import GradalignError
-from gradalign.flat import FlatModel
-from gradalign.flower.client import Keepsakes, remember_as_sent
+from gradalign.flower.client import ClientRound, remember_as_sent
 from gradalign.flower.memory import ClientMemory
 from gradalign.flower.messages import CONFIG, EXAMPLES, SEEN, UNREAD, Order, known_algorithms, reply
-from gradalign.plan import Algorithm
-from gradalign.training import LocalTraining
 
 
 def gradient_reply(
@@ -104,7 +104,7 @@ class LocalRound:
         self._message, self._flat, self._steps = message, FlatModel(model), 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         point = memory.point(message, order.round, self._flat.read())
-        self._brief = Keepsakes.of(message, order, memory, point, known)
+        self._brief = ClientRound.of(message, order, memory, point, known)
         plan = self._brief.algorithm.plan(dict(self._brief.views))
         self._flat.load(point)
         model.train()
@@ -149,7 +149,9 @@ class LocalRound:
         for p, part in zip(self._parameters, parts, strict=True):
             p.grad = part.view_as(p).clone() if p.grad is None else p.grad.add_(part.view_as(p))
 
-    def reply(self, *, loss: float, examples: int, seen: int | None = None, travel: float | None = None) -> Message:
+    def reply(
+        self, *, loss: float, examples: int, seen: int | None = None, total_step_size: float | None = None
+    ) -> Message:
         """Return the reply with Δ_i = y_K − y_0.
 
         Args:
@@ -157,17 +159,17 @@ class LocalRound:
             examples: How many examples the client has; its weight with ``weights="examples"``, unless ``aligned_app``
                 was told a number or this round's gradient phase had one.
             seen: How many examples the steps went through, for the totals; ``examples`` when not given.
-            travel: The sum of the step sizes that gradients were given, for algorithms that keep a vector; the
+            total_step_size: The sum of the step sizes that gradients were given, for algorithms that keep a vector; the
                 server's lr times the calls of ``correct`` when not given.
         """
         update = self._flat.vector - self._start
         floats, ints = self._flat.read_buffers()
-        if travel is None:
+        if total_step_size is None:
             if not self._steps and self._brief.algorithm.keepers:
-                raise GradalignError("call correct() before every optimizer step, or give reply(travel=...)")
-            travel = self.lr * self._steps
-        self._brief.remember(update.cpu(), travel)
-        numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen, "travel": travel}
+                raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
+            total_step_size = self.lr * self._steps
+        self._brief.remember(update.cpu(), total_step_size)
+        numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen, "travel": total_step_size}
         answer = reply(self._message, {"update": update, "floats": floats, "ints": ints}, numbers)
         unread = self._unread()
         if unread:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor
 
+from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
-from gradalign.flat import Point
 from gradalign.flower.messages import ARRAYS, digest, received_point, to_array, to_tensor
 
 _GRADIENT, _POINT, _KEPT = "gradalign.gradient", "gradalign.point", "gradalign.kept"

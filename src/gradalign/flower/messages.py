@@ -19,12 +19,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from gradalign import algorithms
+from gradalign.algorithms.plan import Algorithm, Combination
+from gradalign.algorithms.rules import ServerRule
+from gradalign.client import LocalTraining
+from gradalign.client.exchange import ClientGradient, ClientUpdate
+from gradalign.client.flat import Point, all_finite
 from gradalign.errors import GradalignError
-from gradalign.flat import Point, all_finite
-from gradalign.plan import Algorithm, Combination
-from gradalign.replies import ClientGradient, ClientUpdate
-from gradalign.server import ServerRule
-from gradalign.training import LocalTraining
 
 ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
 QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
@@ -241,5 +241,5 @@ def read_update(message: Message, point: Point) -> ClientUpdate:
         loss=_number(metrics, "loss"),
         steps=int(_number(metrics, "steps")),
         examples=_seen(metrics),
-        travel=_number(metrics, "travel"),
+        total_step_size=_number(metrics, "travel"),
     )

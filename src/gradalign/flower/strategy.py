@@ -11,21 +11,21 @@ import torch
 from flwr.serverapp import Grid
 from torch import nn
 
+from gradalign.algorithms.plan import Algorithm, Combination, combine
+from gradalign.algorithms.rules import ServerRule
+from gradalign.api import RunOptions, conduct
+from gradalign.client import LocalTraining
 from gradalign.devices import check_device
 from gradalign.errors import GradalignError
-from gradalign.experiment.api import Where, conduct
-from gradalign.experiment.build import make_federation
-from gradalign.experiment.described import describe
-from gradalign.experiment.federation import Federation
-from gradalign.experiment.measure import Measure, Row
-from gradalign.experiment.runner import CHECKPOINT_SECONDS, Result
 from gradalign.flower.engine import FlowerEngine
 from gradalign.flower.exchange import Exchange, Patience, Roster, logger
 from gradalign.flower.remote import RemoteClients
-from gradalign.plan import Algorithm, Combination, combine
-from gradalign.server import ServerRule
+from gradalign.recipes.build import make_federation
+from gradalign.server.describe import describe
+from gradalign.server.federation import Federation
+from gradalign.server.measure import Measure, Row
+from gradalign.server.runner import CHECKPOINT_SECONDS, Result
 from gradalign.tasks.task import Task
-from gradalign.training import LocalTraining
 
 
 class AlignedStrategy:
@@ -82,7 +82,7 @@ class AlignedStrategy:
         self._clients, self._per_round, self._weights = clients, clients_per_round, weights
         self._min_fraction, self._seed, self._device = min_fraction, seed, check_device(device)
         self._train_config = dict(train_config or {})
-        self._where = Where(out=out, resume=True, checkpoint_seconds=checkpoint_seconds, progress=False)
+        self._where = RunOptions(out=out, resume=True, checkpoint_seconds=checkpoint_seconds, progress=False)
 
     def federation(self, roster: Roster, rounds: int | None = None) -> Federation:
         """Return what stays the same over all rounds, asking the nodes for what only they know."""

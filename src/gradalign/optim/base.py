@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.errors import GradalignError
 from gradalign.optim.averaging import DdpWatch
 from gradalign.optim.pending import PendingGradient
 from gradalign.optim.ranks import Ranks
-from gradalign.optim.twopass import FrozenBuffers, RandomState, TwoPasses
+from gradalign.optim.two_passes import FrozenBuffers, RandomState, TwoPasses
 from gradalign.optim.vectors import forget_derived_values
 from gradalign.optim.wrapper import OptimizerWrapper, refuse_sharded
-from gradalign.schedule import Schedule, require, setting_of, value_at
 
 
 class AlignedOptimizer(OptimizerWrapper):

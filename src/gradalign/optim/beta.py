@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
+from gradalign.algorithms.schedule import Schedule
 from gradalign.errors import GradalignError
-from gradalign.schedule import Schedule
 
 KINDS: dict[str, type[Schedule]] = {kind.__name__: kind for kind in get_args(Schedule)}
 

@@ -19,7 +19,7 @@ from gradalign.errors import GradalignError
 from gradalign.optim.averaging import DdpWatch
 from gradalign.optim.pending import scaled_gradients
 from gradalign.optim.ranks import Gradients, Ranks, positive_weight
-from gradalign.optim.twopass import FrozenBuffers, RandomState, TwoPasses, random_state, set_random_state
+from gradalign.optim.two_passes import FrozenBuffers, RandomState, TwoPasses, random_state, set_random_state
 from gradalign.optim.vectors import all_finite, displaced_points, put_gradients, put_values, swap, take_gradients
 
 Parts = list[tuple[Any, ...]]
@@ -227,17 +227,17 @@ class ClosureStep:
 
     def with_previous(self, beta: float, mean: Gradients) -> None:
         """The same with a ḡ that is known already: two passes, three vectors, one all-reduce."""
-        spoiled = False
+        nonfinite = False
         for i in range(len(self.parts)):
             so_far = take_gradients(self.parameters)
             before = self._first(i, 1.0)
             own = take_gradients(self.parameters)
             put_gradients(self.parameters, so_far)
             del so_far
-            spoiled = not all_finite(own)
+            nonfinite = not all_finite(own)
             if self.overlap:  # the averaging of the second pass is DDP's: all must make it, or nobody
-                spoiled = self._tell(lost=spoiled)
-            if spoiled:
+                nonfinite = self._tell(lost=nonfinite)
+            if nonfinite:
                 break
             after = random_state(self.passes.device)
             self.buffers.start()
@@ -247,7 +247,7 @@ class ClosureStep:
             finally:
                 self.buffers.stop()
                 self._set_random(after)
-        if spoiled:  # the other ranks do not know: NaN in the mean tells them
+        if nonfinite:  # the other ranks do not know: NaN in the mean tells them
             put_gradients(self.parameters, [torch.full_like(p, float("nan")) for p in self.parameters])
         self._finish(with_loss=True)
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradalign import algorithms
+from gradalign.algorithms.schedule import Schedule
 from gradalign.errors import GradalignError
 from gradalign.optim.beta import as_plain, from_plain
 from gradalign.optim.closures import ClosureStep, as_parts
+from gradalign.optim.two_pass_steps import TwoPassSteps
 from gradalign.optim.vectors import forget_derived_values
-from gradalign.optim.verbs import TwoVerbs
-from gradalign.schedule import Schedule
 
 STATE = "gradalign"
 
@@ -28,7 +28,7 @@ class _ByArguments(type):
         if not args and "optimizer" not in kwargs:
             return algorithms.GradAlign(**kwargs)
         try:
-            inspect.signature(TwoVerbs.__init__).bind(None, *args, **kwargs)
+            inspect.signature(TwoPassSteps.__init__).bind(None, *args, **kwargs)
         except TypeError as error:
             if args and not isinstance(args[0], Optimizer):
                 kind = type(args[0]).__name__
@@ -39,7 +39,7 @@ class _ByArguments(type):
         return super().__call__(*args, **kwargs)
 
 
-class GradAlign(TwoVerbs, metaclass=_ByArguments):
+class GradAlign(TwoPassSteps, metaclass=_ByArguments):
     """Wraps an optimizer so that its steps align the gradients of the parts of a batch.
 
     Without an optimizer, ``GradAlign(beta=0.1)`` is the round algorithm of that name for ``gradalign.run``.

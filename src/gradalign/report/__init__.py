@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradalign.report.gather import Gathered
+    from gradalign.runs.read import Gathered
 
 
 def write_report(
@@ -37,7 +37,7 @@ def write_report(
     Raises:
         GradalignError: There is no run to report.
     """
-    from gradalign.report.gather import gather
+    from gradalign.runs.read import gather
 
     return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
 
@@ -46,8 +46,8 @@ def _set_aside(gathered: Gathered) -> None:
     """Leave out, by name, each run that cannot be shown even by itself: one folder must not end the whole report."""
     from gradalign.errors import GradalignError, shown_text
     from gradalign.report.experiments import arrange
-    from gradalign.report.folders import Skipped
     from gradalign.report.page import page_bytes
+    from gradalign.runs.find import Skipped
 
     shown = []
     for run in gathered.runs:
@@ -75,9 +75,9 @@ def report_gathered(
     A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
     """
     from gradalign.errors import GradalignError
-    from gradalign.experiment.files import write_whole
     from gradalign.report.experiments import arrange
     from gradalign.report.page import page_bytes
+    from gradalign.runs import write_whole
 
     if not gathered.runs:
         raise GradalignError("there is no finished run to report; give a run's folder, a comparison's, or one above")

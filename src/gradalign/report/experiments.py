@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradalign.experiment.foreign import shown_text
-from gradalign.report.gather import Run, canonical, number_of
+from gradalign.runs.read import Run, canonical, number_of
+from gradalign.runs.untrusted import shown_text
 
 _LONGEST_NAME = 80
 _NOT_SETTINGS = ("seed", "name", "paper", "full_size")

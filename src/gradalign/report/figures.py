@@ -12,12 +12,12 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-from gradalign.experiment.curves import COLOURS, STYLES
-from gradalign.experiment.files import readable_name, write_atomically
+from gradalign.report.curves import COLOURS, STYLES
 from gradalign.report.experiments import Experiment
-from gradalign.report.gather import Held
 from gradalign.report.plots import divisions
 from gradalign.report.series import AXES, QUANTITIES, Curve, Quantity, curves_of, shown_groups
+from gradalign.runs import readable_name, write_atomically
+from gradalign.runs.read import HeldClassCounts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,7 @@ def _figures(experiment: Experiment) -> list[tuple[str, Figure]]:
             if _known(curves, axis):
                 found.append((f"{quantity.key}-over-{axis}", curve_figure(experiment, quantity, curves, axis)))
     held = divisions(experiment)
-    return [*found, ("who-holds-what", _holdings_figure(held[0][1]))] if held else found
+    return [*found, ("who-holds-what", _class_counts_figure(held[0][1]))] if held else found
 
 
 def _known(curves: Sequence[Curve], axis: str) -> bool:
@@ -143,7 +143,7 @@ def _bytes(value: float) -> str:
     raise AssertionError
 
 
-def _holdings_figure(held: Held) -> Figure:
+def _class_counts_figure(held: HeldClassCounts) -> Figure:
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     counts = np.array(held.counts, dtype=np.float64).T

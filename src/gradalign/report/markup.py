@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradalign.experiment.foreign import shown_text
+from gradalign.runs.untrusted import shown_text
 
 _MOST_LINES = 15
 COLOURS = 8

@@ -17,13 +17,13 @@ from importlib.resources import files
 from typing import Any
 
 from gradalign._version import __version__
-from gradalign.experiment.foreign import shown_text
 from gradalign.report.experiments import Experiment
-from gradalign.report.folders import Skipped
 from gradalign.report.markup import COLOURS, text
 from gradalign.report.plots import divisions
 from gradalign.report.sections import experiment_section
 from gradalign.report.series import AXES, CHOICES, QUANTITIES, Series, best_groups, measured, series_of, shown_groups
+from gradalign.runs.find import Skipped
+from gradalign.runs.untrusted import shown_text
 
 _DARK = """
   color-scheme: dark;

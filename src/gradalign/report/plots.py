@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gradalign.report.experiments import Experiment
-from gradalign.report.gather import Held
 from gradalign.report.markup import heads, swatch, text
 from gradalign.report.series import (
     AXES,
@@ -19,6 +18,7 @@ from gradalign.report.series import (
     measured,
 )
 from gradalign.report.table import MOST_UNSORTED
+from gradalign.runs.read import HeldClassCounts
 
 _MOST_DIVISIONS = 5
 
@@ -77,9 +77,9 @@ def _figure(quantity: Quantity | None) -> str:
     )
 
 
-def divisions(experiment: Experiment) -> list[tuple[str, Held]]:
+def divisions(experiment: Experiment) -> list[tuple[str, HeldClassCounts]]:
     """Return the first few different divisions of the data, with the seeds that have them."""
-    found: list[tuple[list[int], Held]] = []
+    found: list[tuple[list[int], HeldClassCounts]] = []
     for run in experiment.runs:
         if run.held is None:
             continue
@@ -96,7 +96,7 @@ def _range(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def holdings_part(number: int, experiment: Experiment) -> str:
+def class_counts_part(number: int, experiment: Experiment) -> str:
     """Return the place of the picture of who holds what, and its numbers; nothing where no folder has them."""
     found = divisions(experiment)
     if not found:

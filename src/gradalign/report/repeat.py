@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradalign.experiment.files import readable_name
-from gradalign.experiment.foreign import shown_text
-from gradalign.experiment.trust import is_outside, task_name
+from gradalign.recipes.trust import is_outside, task_name
 from gradalign.report.experiments import Experiment, Group
+from gradalign.runs import readable_name
+from gradalign.runs.untrusted import shown_text
 
 _TABLES = ("task", "algorithm", "server", "local", "clients", "measure")
 
@@ -73,7 +73,7 @@ def _recipe(experiment: Experiment) -> dict[str, Any] | None:
 def _checked(group: Group) -> dict[str, Any] | None:
     """Return a group's settings when a recipe can have them; a run made from Python objects has others."""
     from gradalign.errors import GradalignError
-    from gradalign.experiment.spec import validate
+    from gradalign.recipes.spec import validate
 
     spec = {key: value for key, value in group.runs[0].spec.items() if key != "seed"}
     try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gradalign.experiment.foreign import shown_text
 from gradalign.report.appendix import repeat_part, settings_part
 from gradalign.report.experiments import Experiment, shown_value
 from gradalign.report.markup import folded, heads, swatch, table_of, text, wide_table
 from gradalign.report.order import PAPER_RULE, RULE, overall
-from gradalign.report.plots import curves_part, holdings_part
+from gradalign.report.plots import class_counts_part, curves_part
 from gradalign.report.series import Series
 from gradalign.report.table import Pair, comparison_table, pairs_of, paper_pairs
+from gradalign.runs.untrusted import shown_text
 
 _SHORT = 28  # letters of a name that still fit into one line
 
@@ -29,7 +29,7 @@ def experiment_section(number: int, experiment: Experiment, series: Series, *, a
             _failures(experiment),
             _order(experiment),
             curves_part(number, experiment, series),
-            holdings_part(number, experiment),
+            class_counts_part(number, experiment),
             settings_part(experiment),
             repeat_part(experiment),
             "</section>",

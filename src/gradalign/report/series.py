@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradalign.experiment.curves import LABELS, over_seeds
+from gradalign.report.curves import LABELS, over_seeds
 from gradalign.report.experiments import Experiment, Group
-from gradalign.report.gather import Run
 from gradalign.report.table import MOST_UNSORTED, ranked
+from gradalign.runs.read import Run
 
 MOST_POINTS, MOST_SEED_POINTS = 400, 200
 MOST_SHOWN = 8  # lines in one figure that can still be followed; with many groups, the best are shown

@@ -10,16 +10,16 @@ from pathlib import Path
 from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import RDBStorage
 
-from gradalign.experiment.api import Where
-from gradalign.experiment.files import TRIALS
+from gradalign.api import RunOptions
+from gradalign.runs import TRIALS
 from gradalign.sweep.grid import describe_point
-from gradalign.sweep.ledger import Claim, Job, StageBook
 from gradalign.sweep.plan import SweepPlan
-from gradalign.sweep.progress import SweepBar, score_words
 from gradalign.sweep.protocol import Outcome, Stage, are_accuracies, finalists_of, rank, tune
 from gradalign.sweep.pruner import BelowBestPruner
+from gradalign.sweep.study import ClaimedTrial, Job, StageStudy
 from gradalign.sweep.trial import TrialRunner, folder_name
 from gradalign.sweep.workers import Worker
+from gradalign.tracking.sweep_progress import SweepBar, score_words
 
 _POLL_SECONDS = 0.5
 FINALISTS, TEST, TEST_BETA = "finalists", "test", "test-beta"
@@ -51,7 +51,7 @@ class Found:
         return [*self.baseline, *self.tuned, *self.validated, *self.tested, *self.tested_betas]
 
 
-class Conductor:
+class SweepRunner:
     """One process at work on a sweep."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Conductor:
         storage: RDBStorage,
         study: str,
         worker: Worker,
-        where: Where,
+        where: RunOptions,
         bar: SweepBar,
         on_outcomes: Callable[[Sequence[Outcome]], None] | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class Conductor:
 
     def _work(self, stage: Stage, jobs: list[Job], pruner: BasePruner, what: str) -> list[Outcome]:
         """Do what nobody else does of a stage, wait for the rest, and return all of it."""
-        book = StageBook(
+        book = StageStudy(
             self._storage,
             f"{self._study}/{stage.name}",
             self._worker,
@@ -150,7 +150,7 @@ class Conductor:
         self._bar.say("  " + _verdict(outcomes))
         return outcomes
 
-    def _note(self, book: StageBook, stage: Stage, jobs: list[Job]) -> list[Outcome]:
+    def _note(self, book: StageStudy, stage: Stage, jobs: list[Job]) -> list[Outcome]:
         outcomes = book.outcomes(jobs, stage.name, stage.entry)
         running = sum(one.state == "running" for one in outcomes)
         self._bar.settled(len(outcomes) - running, running)
@@ -159,7 +159,7 @@ class Conductor:
             self._on_outcomes([one for stage_outcomes in self._outcomes.values() for one in stage_outcomes])
         return outcomes
 
-    def _try(self, book: StageBook, stage: Stage, claim: Claim) -> None:
+    def _try(self, book: StageStudy, stage: Stage, claim: ClaimedTrial) -> None:
         """Do one trial; whatever stops it gives it back."""
         job, test = claim.job, stage.name in (TEST, TEST_BETA)
         searching = stage.name not in _FINAL

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.build import ALGORITHMS, accepted_parameters, algorithm_names
-from gradalign.experiment.spec import ScheduleSpec, Spec, SweepSpec, explain, merge
+from gradalign.recipes.build import ALGORITHMS, accepted_parameters, algorithm_names
+from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, explain, merge
 
 Value = float | int | str
 Point = dict[str, Value]

@@ -14,11 +14,11 @@ import tomli_w
 from pydantic import ValidationError
 
 from gradalign.errors import FolderInUseError, GradalignError
-from gradalign.experiment.build import build_federation
-from gradalign.experiment.files import COMPARISON, SPEC, SWEEP
-from gradalign.experiment.recipes import Recipe, unused_changes
-from gradalign.experiment.spec import Spec, SweepSpec, explain
-from gradalign.experiment.store import differing_fields, locked, read_toml, refuse_strangers, write_toml
+from gradalign.recipes.build import build_federation
+from gradalign.recipes.recipe import Recipe, unused_changes
+from gradalign.recipes.spec import Spec, SweepSpec, explain
+from gradalign.runs import COMPARISON, SPEC, SWEEP
+from gradalign.runs.folder import differing_fields, locked, read_toml, refuse_strangers, write_toml
 from gradalign.sweep.grid import Lists, Point, choose_lists, combinations
 from gradalign.sweep.protocol import Search, baseline_of
 from gradalign.sweep.trial import trial_spec

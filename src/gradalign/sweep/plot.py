@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from gradalign.experiment.curves import COLOURS
-from gradalign.experiment.files import write_atomically
+from gradalign.report.curves import COLOURS
+from gradalign.runs import write_atomically
 from gradalign.sweep.conduct import Found
 from gradalign.sweep.grid import describe_point, shown
 from gradalign.sweep.plan import SweepPlan

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.build import algorithm_names
+from gradalign.recipes.build import algorithm_names
 from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_values, ordered
 
 State = Literal["complete", "pruned", "diverged", "running"]

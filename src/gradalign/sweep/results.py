@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradalign.experiment.compare import spread
-from gradalign.experiment.files import SUMMARY, write_whole
-from gradalign.experiment.runner import versions
-from gradalign.experiment.scale import describe_scale
-from gradalign.experiment.spec import merge
-from gradalign.experiment.store import write_json, write_toml
+from gradalign.compare import spread
+from gradalign.recipes.scale import describe_scale
+from gradalign.recipes.spec import merge
+from gradalign.runs import SUMMARY, write_whole
+from gradalign.runs.folder import write_json, write_toml
+from gradalign.server.runner import versions
 from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Found
 from gradalign.sweep.grid import Point, apply_point, ordered, shown
 from gradalign.sweep.plan import SweepPlan, plain

@@ -8,20 +8,20 @@ from typing import Any
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 
+from gradalign.api import RunOptions
 from gradalign.errors import GradalignError
-from gradalign.experiment.api import Where
-from gradalign.experiment.files import METRICS, REPORT
 from gradalign.report import write_report
-from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Conductor, Found
+from gradalign.runs import METRICS, REPORT
+from gradalign.sweep.conduct import FINALISTS, TEST, TEST_BETA, Found, SweepRunner
 from gradalign.sweep.plan import DATABASE, SweepPlan, locked_in_turn, open_folder
-from gradalign.sweep.progress import sweep_bar
 from gradalign.sweep.results import TrialsFile, write_results
 from gradalign.sweep.storage import check_sweep, open_storage, register_sweep, without_password
 from gradalign.sweep.workers import working_in
+from gradalign.tracking.sweep_progress import sweep_bar
 
 
 def run_sweep(
-    plan: SweepPlan, folder: Path, where: Where, *, storage: str | None, study: str | None, show: bool
+    plan: SweepPlan, folder: Path, where: RunOptions, *, storage: str | None, study: str | None, show: bool
 ) -> dict[str, Any]:
     """Carry a sweep out, or what is left of it, and return its summary.
 
@@ -44,7 +44,7 @@ def run_sweep(
     trials = TrialsFile(folder, plan)
     try:
         with working_in(folder) as worker, sweep_bar(_sizes(plan), show=show) as bar:
-            found = Conductor(plan, folder, opened, study, worker, where, bar, trials.write).run()
+            found = SweepRunner(plan, folder, opened, study, worker, where, bar, trials.write).run()
     except StorageInternalError as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise GradalignError(f"the storage failed: {reason}; the same command goes on where this ended") from None

@@ -15,7 +15,7 @@ from optuna.study import StudyDirection
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 
 from gradalign.errors import GradalignError
-from gradalign.experiment.store import differing_fields
+from gradalign.runs.folder import differing_fields
 
 _PATIENCE_SECONDS = 10.0
 _DESCRIPTION = "gradalign_sweep"

@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import optuna
 
+from gradalign.api import RunOptions, run_spec
 from gradalign.errors import DivergedError
-from gradalign.experiment.api import Where, run_spec
-from gradalign.experiment.build import task_of
-from gradalign.experiment.files import METRICS, safe_name
-from gradalign.experiment.measure import Row
-from gradalign.experiment.recipes import Recipe
-from gradalign.experiment.scale import apply_scale
-from gradalign.experiment.spec import Spec, merge, validate
-from gradalign.experiment.store import read_metrics
+from gradalign.recipes.build import task_of
+from gradalign.recipes.recipe import Recipe
+from gradalign.recipes.scale import apply_scale
+from gradalign.recipes.spec import Spec, merge, validate
+from gradalign.runs import METRICS, safe_name
+from gradalign.runs.folder import read_metrics
+from gradalign.server.measure import Row
 from gradalign.sweep.grid import Point, apply_point, shown
 from gradalign.sweep.protocol import State
 from gradalign.tasks.task import Task
@@ -72,7 +72,7 @@ def folder_name(slot: int, point: Point) -> str:
 class TrialRunner:
     """Runs trials in this process; tasks are made once for each seed."""
 
-    def __init__(self, where: Where, stop_after: float) -> None:
+    def __init__(self, where: RunOptions, stop_after: float) -> None:
         self._where, self._stop_after = where, stop_after
         self._tasks: dict[str, Task] = {}
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradalign.experiment.files import SWEEP_WORKERS
-from gradalign.experiment.follow import is_held
-from gradalign.experiment.store import locked
+from gradalign.runs import SWEEP_WORKERS
+from gradalign.runs.folder import locked
+from gradalign.watch.followed import is_held
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradalign.batches import batch_length, join_batches, take_examples
 from gradalign.checks import real
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, numpy_stream
+from gradalign.tasks.batches import batch_length, join_batches, take_examples
 from gradalign.tasks.data import Examples, PartitionedClients, TensorExamples, as_examples
 from gradalign.tasks.groups import spans_of, split_groups
 from gradalign.tasks.task import Task

@@ -14,13 +14,13 @@ from gradalign.tasks.task import Task
 from gradalign.theory.check import Check
 from gradalign.theory.descent import descent
 from gradalign.theory.federated import fedga, forms, gradalign, measuring_tools, scaffold
-from gradalign.theory.problems import Arena, mlp_task, quadratic_task, users_task
+from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
 from gradalign.theory.sequential import lemma_1, linear_scaling, surrogate, theorem_1
 from gradalign.theory.whole import whole_rounds
 
 __all__ = ["Check", "check_arena", "iter_checks", "verify"]
 
-_CLAIMS: tuple[Callable[[Arena], list[Check]], ...] = (
+_CLAIMS: tuple[Callable[[Problem], list[Check]], ...] = (
     lemma_1,
     theorem_1,
     surrogate,
@@ -34,7 +34,7 @@ _CLAIMS: tuple[Callable[[Arena], list[Check]], ...] = (
 )
 
 
-def check_arena(arena: Arena) -> Iterator[Check]:
+def check_arena(arena: Problem) -> Iterator[Check]:
     """Yield every check that makes sense on one problem."""
     for claim in _CLAIMS:
         yield from claim(arena)
@@ -45,7 +45,7 @@ def iter_checks(*, task: Task | None = None, seed: int = 0) -> Iterator[Check]:
     with one_thread():
         tasks = [mlp_task(seed=seed), quadratic_task(seed=seed)] if task is None else [users_task(task, seed=seed)]
         for problem in tasks:
-            yield from check_arena(Arena(problem, seed=seed))
+            yield from check_arena(Problem(problem, seed=seed))
         if task is None:
             yield from descent(seed=seed)
 

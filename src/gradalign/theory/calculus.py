@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradalign.batches import map_tensors
+from gradalign.tasks.batches import map_tensors
 from gradalign.tasks.task import Task
 
 

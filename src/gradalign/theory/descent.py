@@ -12,7 +12,7 @@ from gradalign.algorithms import GradAlign
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.task import Task
 from gradalign.theory.check import Check, limit
-from gradalign.theory.problems import Arena, mean_energy, predict_energy
+from gradalign.theory.problems import Problem, mean_energy, predict_energy
 
 BOWL = 1.0
 WAVE = 2.0
@@ -73,7 +73,7 @@ def wavy_bowl(seed: int) -> tuple[Task, Constants]:
     return task, constants_of(centres)
 
 
-def beta_bound(arena: Arena, x: Tensor, known: Constants, lr: float) -> float:
+def beta_bound(arena: Problem, x: Tensor, known: Constants, lr: float) -> float:
     """Return a β for which the proof of Theorem 3 promises a decrease at x.
 
     The proof asks for β < L1/L2 and ρβ²r < L1‖x⁺ − x‖, and shows ‖x⁺ − x‖ ≥ α‖∇f + β∇r‖ − αρβ²r. So
@@ -88,13 +88,13 @@ def beta_bound(arena: Arena, x: Tensor, known: Constants, lr: float) -> float:
     return beta
 
 
-def _change(arena: Arena, x: Tensor, lr: float, beta: float) -> float:
+def _change(arena: Problem, x: Tensor, lr: float, beta: float) -> float:
     """Return f̂(x⁺) − f̂(x) for one GradAlign step, f̂ = f + βr."""
     after = arena.round(GradAlign(beta=beta), x, arena.clients, lr=lr)
     return arena.calculus.objective(after, arena.clients, beta) - arena.calculus.objective(x, arena.clients, beta)
 
 
-def _points(arena: Arena, seed: int, count: int, known: Constants) -> list[Tensor]:
+def _points(arena: Problem, seed: int, count: int, known: Constants) -> list[Tensor]:
     """Return random points, and near-critical points of f reached from some of them."""
     random = torch_stream(seed, Purpose.PROBE, 3)
     points = [3.0 * torch.randn(arena.x.numel(), generator=random, dtype=torch.float64) for _ in range(count)]
@@ -106,7 +106,7 @@ def _points(arena: Arena, seed: int, count: int, known: Constants) -> list[Tenso
     return points + settled
 
 
-def _first_rise(arena: Arena, x: Tensor, lr: float, bound: float) -> float | None:
+def _first_rise(arena: Problem, x: Tensor, lr: float, bound: float) -> float | None:
     """Return a β above the bound at which f + βr rises, looking in factors of 2; None when there is none."""
     tried = (bound * 2.0**power for power in range(1, _DOUBLINGS + 1))
     return next((beta for beta in tried if _change(arena, x, lr, beta) > 0.0), None)
@@ -121,7 +121,7 @@ def descent(*, seed: int = 0, points: int = 100, searched: int = 10) -> list[Che
         searched: From how many of the points to look for a β that fails.
     """
     task, known = wavy_bowl(seed)
-    arena = Arena(task, seed=seed)
+    arena = Problem(task, seed=seed)
     lr = 0.99 / (2.0 * known.l1)
     places = _points(arena, seed, points, known)
     bounds = [beta_bound(arena, x, known, lr) for x in places]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradalign.algorithms import FedAvg, FedGA, GradAlign, LargeBatchSGD, Scaffold
-from gradalign.alignment import regulariser_gradient
+from gradalign.server.alignment import regulariser_gradient
 from gradalign.theory.check import Check, limit, order, order_claim
-from gradalign.theory.problems import Arena
+from gradalign.theory.problems import Problem
 
 STEPS = 5
 """K, the local steps of the federated checks."""
 _ROUNDING = 1e-13
 
 
-def gradalign(arena: Arena) -> list[Check]:
+def gradalign(arena: Problem) -> list[Check]:
     """Check Theorem 2: GradAlign against gradient descent at a fixed step size."""
     members, lr = arena.clients[:4], 0.5 * arena.unit
     descent = arena.round(LargeBatchSGD(), arena.x, members, lr=lr)
@@ -31,7 +31,7 @@ def gradalign(arena: Arena) -> list[Check]:
     return [order(order_claim("4", arena.name, claim, "β", 2), 0.05 * arena.unit, remainder, scale=arena.scale)]
 
 
-def fedga(arena: Arena) -> list[Check]:
+def fedga(arena: Problem) -> list[Check]:
     """Check Theorem 4, and the α²β term that its O(αβ²) leaves out."""
     members, x = arena.clients[:4], arena.x
     slope, bend = arena.calculus.r_gradient(x, members), arena.calculus.bent_spread(x, members)
@@ -70,7 +70,7 @@ def fedga(arena: Arena) -> list[Check]:
     ]
 
 
-def scaffold(arena: Arena) -> list[Check]:
+def scaffold(arena: Problem) -> list[Check]:
     """Check Theorem 5, and the β at which FedGA aligns as much as SCAFFOLD."""
     members, x = arena.clients[:4], arena.x
     slope = arena.calculus.r_gradient(x, members)
@@ -93,7 +93,7 @@ def scaffold(arena: Arena) -> list[Check]:
     ]
 
 
-def forms(arena: Arena) -> list[Check]:
+def forms(arena: Problem) -> list[Check]:
     """Check that FedGA's two forms agree, and that its displacements need no undoing."""
     members, x, lr = arena.clients[:4], arena.x, 0.2 * arena.unit
     beta = 2.0 * lr
@@ -108,7 +108,7 @@ def forms(arena: Arena) -> list[Check]:
     ]
 
 
-def measuring_tools(arena: Arena) -> list[Check]:
+def measuring_tools(arena: Problem) -> list[Check]:
     """Check ∇r as the library measures it against autograd of r."""
     members, x = arena.clients[:4], arena.x
     probe, true = arena.probe(members), arena.calculus.r_gradient(x, members)

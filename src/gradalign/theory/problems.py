@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradalign.alignment import Probe, mean_gradient
+from gradalign.algorithms.plan import Algorithm, ClientView, combine
+from gradalign.client import LocalTraining
+from gradalign.client.flat import Point
 from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
-from gradalign.experiment.federation import Federation, ServerState
-from gradalign.experiment.rounds import play_round
-from gradalign.flat import Point
-from gradalign.plan import Algorithm, ClientView, combine
 from gradalign.seeding import Purpose, torch_stream
+from gradalign.server.alignment import Probe, mean_gradient
+from gradalign.server.federation import Federation, ServerState
+from gradalign.server.rounds import play_round
 from gradalign.tasks.task import Task
 from gradalign.theory.calculus import Calculus
-from gradalign.training import LocalTraining
 
 
 def mean_energy(outputs: Tensor, _: Any) -> Tensor:
@@ -133,7 +133,7 @@ def users_task(task: Task, *, seed: int = 0, clients: int = 4, examples: int = 3
     )
 
 
-class Arena:
+class Problem:
     """One problem, with the library's engine on one side and independent calculus on the other.
 
     Attributes:

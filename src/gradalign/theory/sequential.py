@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradalign.algorithms import GradAlign, LargeBatchSGD, LinearScaling
-from gradalign.alignment import regulariser_gradient
 from gradalign.seeding import Purpose, numpy_stream, torch_stream
+from gradalign.server.alignment import regulariser_gradient
 from gradalign.theory.check import Check, limit, order, order_claim
-from gradalign.theory.problems import Arena
+from gradalign.theory.problems import Problem
 
 Sequences = Sequence[tuple[int, ...]]
 
@@ -40,7 +40,7 @@ def mirrored_draws(members: Sequence[int], length: int, pairs: int, seed: int) -
     return [sequence for draw in drawn for sequence in (draw, draw[::-1])]
 
 
-def lemma_1(arena: Arena) -> list[Check]:
+def lemma_1(arena: Problem) -> list[Check]:
     """Check Lemma 1 on a few clients at once, along a random direction."""
     members = arena.clients[:4]
     random = torch_stream(arena.seed, Purpose.PROBE, 1)
@@ -63,7 +63,7 @@ def lemma_1(arena: Arena) -> list[Check]:
     return [order(order_claim("1", arena.name, claim, "‖v‖", 2), start, remainder, scale=float(before[0].norm()))]
 
 
-def _theorem_1(arena: Arena, number: str, how: str, sequences: Sequences) -> Check:
+def _theorem_1(arena: Problem, number: str, how: str, sequences: Sequences) -> Check:
     """Check E[x_SGD,A − x_GD,A] + (Kα²/2)∇r_A, each sequence against gradient descent on its own multiset."""
     length = len(sequences[0])
     multisets = Counter(tuple(sorted(sequence)) for sequence in sequences)
@@ -80,7 +80,7 @@ def _theorem_1(arena: Arena, number: str, how: str, sequences: Sequences) -> Che
     return order(claim, 0.1 * arena.unit / length, remainder, scale=arena.scale)
 
 
-def theorem_1(arena: Arena) -> list[Check]:
+def theorem_1(arena: Problem) -> list[Check]:
     """Check SGD against gradient descent: all orders, all draws, and mirrored samples of long sequences."""
     few, draws = arena.clients[:4], arena.clients[:3]
     mirrored = mirrored_draws(arena.clients, 8, 2, arena.seed)
@@ -91,7 +91,7 @@ def theorem_1(arena: Arena) -> list[Check]:
     ]
 
 
-def surrogate(arena: Arena) -> list[Check]:
+def surrogate(arena: Problem) -> list[Check]:
     """Check K SGD steps against K steps on f + (α/2)r: with the exact ∇r, and by GradAlign."""
     members = arena.clients[:4]
     steps, orders, probe = len(members), every_order(members), arena.probe(members)
@@ -115,7 +115,7 @@ def surrogate(arena: Arena) -> list[Check]:
     return [order(first, start, exact, scale=arena.scale), order(second, start, displaced, scale=arena.scale)]
 
 
-def linear_scaling(arena: Arena) -> list[Check]:
+def linear_scaling(arena: Problem) -> list[Check]:
     """Check one scaled step against K SGD steps, plain and with alignment."""
     members = arena.clients[:4]
     orders = every_order(members)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from gradalign.algorithms import FedGA, Scaffold
+from gradalign.algorithms.plan import Algorithm, combine
+from gradalign.client import LocalTraining
 from gradalign.engines.local import InProcessEngine
-from gradalign.experiment.federation import Federation, ServerState
-from gradalign.experiment.rounds import play_round
-from gradalign.plan import Algorithm, combine
+from gradalign.server.federation import Federation, ServerState
+from gradalign.server.rounds import play_round
 from gradalign.tasks.task import Task
 from gradalign.theory.calculus import Calculus
 from gradalign.theory.check import Check, limit
-from gradalign.theory.problems import Arena
-from gradalign.training import LocalTraining
+from gradalign.theory.problems import Problem
 
 STEPS = 3
 COPIES = 7
@@ -25,7 +25,7 @@ COPIES = 7
 _ROUNDING = 1e-11
 
 
-def _uneven(arena: Arena) -> Task | None:
+def _uneven(arena: Problem) -> Task | None:
     """Return a task of four clients with unequally many examples, None where batches are not tensors side by side."""
     clients = []
     for place, client in enumerate(arena.clients[:4]):
@@ -37,14 +37,14 @@ def _uneven(arena: Arena) -> Task | None:
     return replace(arena.task, clients=clients)
 
 
-def _by_library(arena: Arena, task: Task, algorithm: Algorithm, lr: float, rounds: int) -> Tensor:
+def _by_library(arena: Problem, task: Task, algorithm: Algorithm, lr: float, rounds: int) -> Tensor:
     """Return the server's point after some rounds with all clients, weighted by their examples."""
     local, everyone = LocalTraining(lr=lr, steps=STEPS), len(task.clients)
     federation = Federation(
         task=task, algorithm=combine(algorithm), local=local, per_round=everyone, by_examples=True, seed=arena.seed
     )
     state = ServerState(point=arena.at(arena.x))
-    with InProcessEngine(task, local, arena.seed, crowd=everyone) as engine:
+    with InProcessEngine(task, local, arena.seed, clients_per_round=everyone) as engine:
         for _ in range(rounds):
             state, _ = play_round(federation, engine, state)
     return state.point.x
@@ -79,7 +79,7 @@ def _scaffold(calculus: Calculus, x: Tensor, shares: Sequence[float], lr: float,
     return x
 
 
-def whole_rounds(arena: Arena) -> list[Check]:
+def whole_rounds(arena: Problem) -> list[Check]:
     """Check rounds with unequal weights, with memory and in cohorts against the same arithmetic by plain autograd."""
     task = None if arena.quadratic else _uneven(arena)
     if task is None:

@@ -1,0 +1,201 @@
+"""Every algorithm as a plan: the displacement v_i, the correction c_i and the pull μ of one client in one round.
+
+See ``plan.py`` for the round they act in. Each class is one row of that picture; its docstring cites the paper, gives
+the update and says how it differs from its neighbours.
+
+Two of them remember a vector per client (``keeps``): SCAFFOLD's option II and FedDyn. Both obey one law, so the
+server needs to know only that law: with the clients' vectors k_i (zero before a client is first seen) and the
+server's s, after a round  s ← s + (|S|/N) Σ p_i (k_i⁺ − k_i).  With uniform weights s is always the mean of k_i over
+all N clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from gradalign.algorithms.plan import Algorithm, ClientView, FedAvg, Plan, Shift
+from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
+from gradalign.errors import GradalignError
+
+__all__ = ["FedAvg", "FedDyn", "FedGA", "FedProx", "GradAlign", "LargeBatchSGD", "LinearScaling", "Scaffold"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeBatchSGD(Algorithm):
+    """One step a round on the mean gradient: FedAvg with K = 1 and one mini-batch per client."""
+
+    one_step: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProx(Algorithm):
+    """Li et al. 2020: every step is pulled to x by μ(y − x), the gradient of (μ/2)‖y − x‖²; μ = 0 is FedAvg."""
+
+    mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        require("algorithm.mu", self.mu, least=0.0)
+
+    def plan(self, view: ClientView) -> Plan:
+        """Return (0, 0, μ)."""
+        return Plan(pull=self.mu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedGA(Algorithm):
+    """Federated Gradient Alignment (Dandi, Barba & Jaggi 2022, Algorithm 2): v_i = −β(ḡ − g_i).
+
+    Each client starts from x displaced towards its own gradient, which adds −αβK∇r(x) to a round of FedAvg, r being
+    half the variance of the clients' gradients. ``form="step"`` is the appendix's Algorithm 3: the same
+    displacement inside every step. The two are equal. Unlike SCAFFOLD, β is free and all K steps feel it alike.
+    """
+
+    beta: float | Schedule
+    form: str = "start"
+
+    def __post_init__(self) -> None:
+        require("algorithm.beta", self.beta, least=0.0)
+        object.__setattr__(self, "beta", setting_of("algorithm.beta", self.beta))
+        if self.form not in ("start", "step"):
+            raise GradalignError(f'algorithm.form must be "start" or "step", got "{self.form}"')
+
+    @property
+    def needs_gradients(self) -> bool:
+        """True unless β is zero in every round, or in the round asked for by ``at``."""
+        return not isinstance(self.beta, int | float) or self.beta != 0.0
+
+    @property
+    def strength(self) -> float:
+        """β, a constant after ``at``."""
+        return value_at(self.beta, 0)
+
+    def at(self, round_index: int) -> Self:
+        """Return FedGA with this round's β."""
+        return replace(self, beta=value_at(self.beta, round_index))
+
+    def plan(self, view: ClientView) -> Plan:
+        """Return (−β(ḡ − g_i), 0, 0)."""
+        if not self.needs_gradients:
+            return Plan()
+        own, mean = view.gradients()
+        return Plan(displacement=-self.strength * (mean - own), every_step=self.form == "step")
+
+    def shift(self, mean_gradient: Tensor) -> Shift | None:
+        """Return v_i = −βḡ + β·g_i; the form makes no difference to Δ_i."""
+        if type(self).plan is not FedGA.plan:
+            return None  # somebody's own variant
+        return Shift(-self.strength * mean_gradient, self.strength)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradAlign(FedGA):
+    """GradAlign (Dandi, Barba & Jaggi 2022, Algorithm 1): FedGA with K = 1, one mini-batch per client."""
+
+    one_step: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling(Algorithm):
+    """One step that stands for n SGD steps on n mini-batches (Dandi, Barba & Jaggi 2022, appendix on linear scaling).
+
+    x ← x − α Σ_i ∇f_i( x − (α/2) Σ_{j≠i} ∇f_j(x) ): the displacement is the one SGD's earlier steps would have
+    made on average. ``aligned=False`` leaves it out: the linear scaling rule of Goyal et al. 2018.
+    The clients' updates are summed, not averaged; with weights p_i, f_i counts n·p_i times.
+    """
+
+    one_step: ClassVar[bool] = True
+    aligned: bool = True
+
+    @property
+    def needs_gradients(self) -> bool:
+        """True when aligned."""
+        return self.aligned
+
+    def plan(self, view: ClientView) -> Plan:
+        """Return (−(α/2) n (ḡ − p_i g_i), 0, 0)."""
+        if not self.aligned:
+            return Plan()
+        own, mean = view.gradients()
+        return Plan(displacement=-0.5 * view.lr * view.participants * (mean - view.weight * own))
+
+    def multiple(self, participants: int) -> float:
+        """Return n: the mean of the updates becomes their sum."""
+        return float(participants)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(Algorithm):
+    """SCAFFOLD (Karimireddy et al. 2020): every step is corrected by the difference to the mean gradient.
+
+    ``control="fresh"`` is the form of Dandi, Barba & Jaggi 2022, without memory: c_i = ḡ − g_i at this round's x.
+    ``control="kept"`` is option II: c_i = s − k_i, then k_i⁺ = k_i − s − Δ_i/(αK); one communication instead of two,
+    at the price of old gradients. Near FedGA with β = α(K−1)/2, but its effect grows over the K steps.
+    """
+
+    control: str = "fresh"
+
+    def __post_init__(self) -> None:
+        if self.control not in ("fresh", "kept"):
+            raise GradalignError(f'algorithm.control must be "fresh" or "kept", got "{self.control}"')
+
+    @property
+    def keeps(self) -> bool:
+        """True for option II."""
+        return self.control == "kept"
+
+    @property
+    def extra_vectors(self) -> int:
+        """Option II sends s down and k_i⁺ − k_i up."""
+        return 1 if self.keeps else 0
+
+    @property
+    def needs_gradients(self) -> bool:
+        """True for the fresh form."""
+        return not self.keeps
+
+    def plan(self, view: ClientView) -> Plan:
+        """Return (0, ḡ − g_i, 0) or (0, s − k_i, 0)."""
+        own, mean = view.memory() if self.keeps else view.gradients()
+        return Plan(correction=mean - own)
+
+    def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
+        """Return k_i − s − Δ_i/(αK)."""
+        own, shared = view.memory()
+        return own - shared - update / total_step_size if total_step_size else own  # a round with α = 0 teaches nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDyn(Algorithm):
+    """FedDyn (Acar et al. 2021): c_i = −h_i, μ = alpha, then h_i⁺ = h_i − alpha·Δ_i.
+
+    The server takes x ← x + Σ p_i Δ_i − h/alpha, h being the mean of all h_i.
+    h_i estimates ∇f_i at the client's last model, so that a client's optimum moves towards the common one. Like
+    FedProx it pulls to x, like SCAFFOLD's option II it remembers; unlike both it corrects the server's average too.
+    """
+
+    alpha: float = 0.01
+
+    def __post_init__(self) -> None:
+        require("algorithm.alpha", self.alpha, above=0.0)
+
+    @property
+    def keeps(self) -> bool:
+        """True: h_i."""
+        return True
+
+    def plan(self, view: ClientView) -> Plan:
+        """Return (0, −h_i, alpha)."""
+        own, _ = view.memory()
+        return Plan(correction=-own, pull=self.alpha)
+
+    def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
+        """Return h_i − alpha·Δ_i."""
+        own, _ = view.memory()
+        return own - self.alpha * update
+
+    def offset(self, shared: Tensor) -> Tensor | None:
+        """Return −h/alpha with this round's h."""
+        return -shared / self.alpha

@@ -1,0 +1,74 @@
+"""What all commands share: options, and how the user's mistakes and interrupts are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradalign import stopping
+from gradalign.engines.launch import rank, under_torchrun
+from gradalign.errors import GradalignError, LostRankError, shown_text
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
+]
+UserTask = Annotated[
+    str | None,
+    typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
+]
+TrustTask = Annotated[
+    bool,
+    typer.Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code."),
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@contextmanager
+def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
+    """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
+    stopping.advise(resume_hint)
+    try:
+        yield
+    except GradalignError as error:
+        hint = f"; {resume_hint}" if resume_hint and isinstance(error, LostRankError) else ""
+        # All ranks of a job meet the same mistakes: one of them speaks. Of rank 0's own end, rank 1 tells.
+        if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
+            say(f"error: {error}{hint}")
+        raise typer.Exit(2) from None
+    except SystemExit as stop:
+        say(f"error: the task's own code called sys.exit({'' if stop.code is None else repr(stop.code)})")
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt as stop:
+        stopping.answer()
+        terminated = isinstance(stop, stopping.Terminated)
+        why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
+        if rank() == 0:
+            say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
+        raise typer.Exit(stopping.exit_code(stop)) from None
+    except OSError as error:
+        say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        raise typer.Exit(2) from None
+
+
+def say(text: str) -> None:
+    """Print one line to standard error; names in it cannot command the terminal."""
+    print(shown_text(" ".join(text.split())), file=sys.stderr, flush=True)
+
+
+def print_json(data: Any) -> None:
+    """Print for programs; what a terminal could obey is written as JSON's escapes."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, default=str)
+    print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))

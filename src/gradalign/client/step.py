@@ -1,0 +1,155 @@
+"""One local step, parameter by parameter: what is done with a batch's gradient once backward has left it.
+
+Backward hands over fresh gradient tensors instead of adding to a vector of zeros: a large model's parameters are
+read and written as few times as the formula needs, and a small one's cost is that of calling torch at all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradalign.client.flat import FlatModel
+from gradalign.fast.linear import Products
+
+
+class LocalStep:
+    """z ← z − α ( clip(∇f(y)) + decay·y + constant ), with heavy-ball momentum on request.
+
+    ``decay`` and ``constant`` are the step's affine part: wd·y + c + μ(y − x) = (wd + μ)·y + (c − μx).
+    """
+
+    def __init__(
+        self,
+        flat: FlatModel,
+        products: Products,
+        z: Tensor,
+        *,
+        lr: float,
+        decay: float = 0.0,
+        constant: Tensor | None = None,
+        momentum: float = 0.0,
+        clip_norm: float | None = None,
+    ) -> None:
+        self._flat, self._products = flat, products
+        self._lr, self._decay, self._momentum, self._clip = lr, decay, momentum, clip_norm
+        self._y, self._z = flat.views(flat.vector), flat.views(z)
+        self._constant = None if constant is None else flat.views(constant)
+        self._velocity: list[Tensor] | None = None
+        # Whether a product may go straight into z: nothing has to see the gradient itself, and decay acts on z.
+        self._straight = not momentum and clip_norm is None and (z is flat.vector or not decay)
+        self._shrink = _Shrink(1.0 - lr * decay, z.dtype)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Move z by the gradients that backward has left in the parameters, and take those away."""
+        if self._straight:
+            self._shrink.go_on()
+            for place, parameter in enumerate(self._flat.parameters):
+                self._move(place, parameter.grad, self._products.take(parameter))
+                parameter.grad = None
+            return
+        directions = [self._gradient(parameter) for parameter in self._flat.parameters]
+        if self._clip is not None:
+            _shorten(directions, self._clip)
+        for place, direction in enumerate(directions):
+            self._add_affine_part(place, direction)
+        for direction, z in zip(self._with_momentum(directions), self._z, strict=True):
+            z.add_(direction, alpha=-self._lr)
+
+    def _move(self, place: int, gradient: Tensor | None, products: list[tuple[Tensor, Tensor]]) -> None:
+        """Move one parameter straight by its gradient and its products."""
+        z, lr = self._z[place], self._lr
+        if not products:
+            direction = _dense(gradient, z)
+            self._add_affine_part(place, direction)
+            z.add_(direction, alpha=-lr)
+            return
+        shrink = self._shrink.now
+        if shrink is None:  # as without products: decay is added to the gradient before the step is taken
+            (grad_output, inputs), *products = products
+            z.sub_(torch.addmm(z, grad_output.t(), inputs, beta=self._decay), alpha=lr)
+            shrink = 1.0
+        for grad_output, inputs in products:
+            z.addmm_(grad_output.t(), inputs, beta=shrink, alpha=-lr)
+            shrink = 1.0
+        if gradient is not None:
+            z.add_(_dense(gradient, z), alpha=-lr)
+        if self._constant is not None:
+            z.add_(self._constant[place], alpha=-lr)
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's whole gradient, in a tensor that may be changed, and take it away."""
+        gradient = _dense(parameter.grad, parameter)
+        parameter.grad = None
+        for grad_output, inputs in self._products.take(parameter):
+            gradient.addmm_(grad_output.t(), inputs)
+        return gradient
+
+    def _add_affine_part(self, place: int, direction: Tensor) -> None:
+        if self._decay:
+            direction.add_(self._y[place], alpha=self._decay)
+        if self._constant is not None:
+            direction.add_(self._constant[place])
+
+    def _with_momentum(self, directions: list[Tensor]) -> list[Tensor]:
+        if not self._momentum:
+            return directions
+        if self._velocity is None:
+            self._velocity = directions
+        else:
+            for velocity, direction in zip(self._velocity, directions, strict=True):
+                velocity.mul_(self._momentum).add_(direction)
+        return self._velocity
+
+
+class _Shrink:
+    """The factor 1 − α·decay of every step in the weights' precision, so that the product of many factors is right.
+
+    A factor near 1 is rounded to a multiple of the precision, and always to the same side: what a step's factor lacks
+    is left to the next one's. So near to 1 that even the weights' own rounding goes to one side, there is none.
+    """
+
+    def __init__(self, factor: float, dtype: torch.dtype) -> None:
+        self._factor, self._dtype, self._owed = factor, dtype, 1.0
+        self._none = 0.0 < abs(1.0 - factor) < 16 * torch.finfo(dtype).eps
+        self.now: float | None = None
+        """This step's factor; None where there is none."""
+
+    def go_on(self) -> None:
+        """Come to the next step."""
+        if self._none:
+            return
+        owed = self._owed * self._factor
+        self.now = float(torch.tensor(owed, dtype=self._dtype))
+        self._owed = owed / self.now if self.now else 1.0
+
+
+@torch.no_grad()
+def hand_over_gradients(flat: FlatModel, products: Products, views: list[Tensor], *, add: bool) -> None:
+    """Write or add the gradients that backward has left in the parameters to ``views``, and take them away."""
+    for parameter, view in zip(flat.parameters, views, strict=True):
+        thin = products.take(parameter)
+        if parameter.grad is not None or not thin:
+            dense = _dense(parameter.grad, parameter)
+            view.add_(dense) if add else view.copy_(dense)
+        written = add or parameter.grad is not None
+        for grad_output, inputs in thin:
+            torch.addmm(view, grad_output.t(), inputs, beta=float(written), out=view)
+            written = True
+        parameter.grad = None
+
+
+def _dense(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient as an ordinary tensor, zeros when there is none."""
+    if gradient is None:
+        return torch.zeros_like(like, requires_grad=False)
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+
+
+def _shorten(gradients: list[Tensor], longest: float) -> None:
+    """Scale the gradients, seen as one vector, down to ``longest`` when they are longer."""
+    norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients])))
+    if norm > longest:
+        for gradient in gradients:
+            gradient.mul_(longest / norm)

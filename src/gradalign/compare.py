@@ -1,0 +1,235 @@
+"""Comparing algorithms: every one with every seed, then means, deviations and curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gradalign.api import RunOptions, run_spec
+from gradalign.checks import whole
+from gradalign.errors import DivergedError, GradalignError
+from gradalign.recipes.build import build_federation, task_of
+from gradalign.recipes.recipe import Recipe, unused_changes
+from gradalign.recipes.scale import describe_scale
+from gradalign.recipes.spec import Spec
+from gradalign.runs import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, safe_name
+from gradalign.runs.folder import (
+    differing_fields,
+    locked,
+    read_metrics,
+    read_toml,
+    refuse_strangers,
+    write_json,
+    write_toml,
+)
+from gradalign.server.measure import Row
+from gradalign.server.runner import rounds_to, versions
+from gradalign.tasks.task import Task
+
+CURVES_SHOWN = ("test_accuracy", "test_loss", "r")
+_MOST_SEEDS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One run of a comparison."""
+
+    entry: str
+    seed: int
+    spec: Spec
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """One run of a comparison when it has ended; ``failure`` says how, when it diverged."""
+
+    planned: Planned
+    rows: list[Row]
+    summary: Mapping[str, Any]
+    failure: str | None = None
+
+
+def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: Path) -> list[Planned]:
+    """Return all runs, each checked, before any is started."""
+    if not entries:
+        raise GradalignError("--algorithms names no algorithm; give for example fedga,fedavg")
+    whole("--seeds", seeds, 1, _MOST_SEEDS)
+    if len(set(entries)) < len(entries):
+        raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
+    first = recipe.spec().seed
+    folders = {entry: folder / safe_name(entry) for entry in entries}
+    if len({path.name.casefold() for path in folders.values()}) < len(entries):  # some systems see no other difference
+        raise GradalignError("--algorithms has names that would share a folder; choose names that differ in letters")
+    unused = unused_changes(recipe, entries)
+    if unused:
+        raise GradalignError(f"--set {unused[0]}: none of {', '.join(entries)} has such a parameter")
+    planned = [
+        Planned(
+            entry=entry,
+            seed=seed,
+            spec=recipe.spec_for(entry, seed),
+            folder=folders[entry] / f"seed{seed}",
+        )
+        for entry in entries
+        for seed in range(first, first + seeds)
+    ]
+    made: dict[str, Task] = {}
+    for one in planned[::seeds]:  # one seed is enough to know that sizes and names fit
+        build_federation(one.spec, _task_of(one, made))
+    return planned
+
+
+def _task_of(one: Planned, made: dict[str, Task]) -> Task:
+    """Return a run's task; algorithms of one seed share it: the same clients, read once."""
+    key = repr((one.seed, one.spec.task, one.spec.clients.holdout))
+    if key not in made:
+        made[key] = task_of(one.spec)
+    return made[key]
+
+
+@contextmanager
+def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) -> Iterator[None]:
+    """Hold a comparison's folder: refuse what is not ours to overwrite, and a second writer."""
+    description = {
+        "name": planned[0].spec.name,
+        "algorithms": list(dict.fromkeys(one.entry for one in planned)),
+        "seeds": sorted({one.seed for one in planned}),
+    }
+    with locked(folder):
+        if (folder / SPEC).exists():
+            raise GradalignError(f"{folder} holds a single run, not a comparison; choose another --out")
+        if (folder / COMPARISON).exists():
+            if not resume:
+                raise GradalignError(
+                    f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
+                )
+            differing = differing_fields(read_toml(folder / COMPARISON), description)
+            if differing:
+                raise GradalignError(f"{folder} holds another comparison: {'; '.join(differing)}")
+        else:
+            refuse_strangers(folder, set())
+            write_toml(folder / COMPARISON, description)
+        yield
+
+
+def run_comparison(
+    planned: Sequence[Planned],
+    where: RunOptions,
+    *,
+    on_row: Callable[[Planned, Row], None] | None = None,
+) -> list[Finished]:
+    """Run everything in turn; a run that diverges is recorded and the others go on."""
+    made: dict[str, Task] = {}
+    finished: list[Finished] = []
+    for one in planned:
+        failure, summary = None, {}
+
+        def note(row: Row, one: Planned = one) -> None:
+            if on_row is not None:
+                on_row(one, row)
+
+        try:
+            placed = replace(where, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
+            result = run_spec(one.spec, placed, task=_task_of(one, made), on_row=note)
+            summary = result.summary
+        except DivergedError as error:
+            failure = str(error)
+        rows = read_metrics(one.folder) if (one.folder / METRICS).exists() else []
+        finished.append(Finished(planned=one, rows=rows, summary=summary, failure=failure))
+    return finished
+
+
+def spread(values: Sequence[float]) -> dict[str, float | None] | None:
+    """Return mean and sample standard deviation; one value alone has no deviation."""
+    if not values:
+        return None
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
+
+
+def _known(runs: Sequence[Finished], name: str) -> list[float]:
+    return [run.summary[name] for run in runs if run.summary.get(name) is not None]
+
+
+def scored_on(finished: Sequence[Finished]) -> str:
+    """Return what the runs were scored on: "validation" where training examples were held out for that, else "test"."""
+    return "validation" if any("final_validation_loss" in run.summary for run in finished) else "test"
+
+
+def choose_target(finished: Sequence[Finished]) -> float | None:
+    """Return the recipe's target accuracy, or 95 % of the lowest of the algorithms' best."""
+    given = next((run.planned.spec.measure.target_accuracy for run in finished), None)
+    if given is not None:
+        return given
+    entries = {run.planned.entry for run in finished}
+    name = f"best_{scored_on(finished)}_accuracy"
+    best = [_known([r for r in finished if r.planned.entry == entry], name) for entry in entries]
+    means = [statistics.fmean(values) for values in best if values]
+    return round(0.95 * min(means), 3) if means else None
+
+
+def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
+    """Return what summary.json says."""
+    target = choose_target(finished)
+    first = finished[0].planned.spec
+    paper = first.paper
+    entries = list(dict.fromkeys(run.planned.entry for run in finished))
+    on = scored_on(finished)
+    scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss")
+    table = []
+    for entry in entries:
+        runs = [run for run in finished if run.planned.entry == entry]
+        reached = [rounds_to(run.rows, target) for run in runs if run.failure is None]
+        counted = [float(rounds) for rounds in reached if rounds is not None]
+        table.append(
+            {
+                "name": entry,
+                **{name: spread(_known(runs, name)) for name in scores},
+                "communication_rounds_to_target": spread(counted),
+                "reached_target": len(counted),
+                "final_r": spread(_known(runs, "final_r")),
+                "communication_rounds": max((r.rows[-1]["communication_rounds"] for r in runs if r.rows), default=0),
+                "paper_test_accuracy": paper.test_accuracy.get(entry) if paper else None,
+                "settings": runs[0].planned.spec.to_dict(),
+                "runs": [
+                    {
+                        "seed": run.planned.seed,
+                        "folder": str(run.planned.folder.relative_to(run.planned.folder.parents[1])),
+                        "failure": run.failure,
+                    }
+                    for run in runs
+                ],
+            }
+        )
+    task = next((run.summary["task"] for run in finished if run.summary), None)
+    return {
+        "name": first.name,
+        "seeds": sorted({run.planned.seed for run in finished}),
+        "rounds": first.rounds,
+        "scale": describe_scale(first.full_size, first) if first.full_size else None,
+        # The paper's numbers are of test data: nothing else is set beside them.
+        "paper": paper.model_dump(exclude={"test_accuracy"}) if paper and on == "test" else None,
+        "scored_on": on,
+        "target_accuracy": target,
+        "algorithms": table,
+        "task": task,
+        "versions": versions(),
+    }
+
+
+def write_comparison(
+    folder: Path, finished: Sequence[Finished], curves: Sequence[str] = CURVES_SHOWN
+) -> dict[str, Any]:
+    """Write summary.json and the curves; return the summary."""
+    from gradalign.report.curves import draw_comparison
+
+    summary = summarise_comparison(finished)
+    if any(run.rows for run in finished):
+        shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
+        draw_comparison(folder / CURVES, summary, finished, shown)
+    write_json(folder / SUMMARY, summary)
+    return summary

@@ -1,1 +1,0 @@
-"""Experiments: a validated description, the round loop, the run folder, comparisons."""

@@ -1,0 +1,170 @@
+"""The batches of clients that step together: those of the per-client path, laid side by side."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gradalign.client import LocalTraining
+from gradalign.client.exchange import GroupUpdate
+from gradalign.client.trainer import gradient_rows, shuffled_passes
+from gradalign.fast.products import cross_entropies
+from gradalign.seeding import Purpose, stream_seeds
+from gradalign.tasks.data import TensorExamples
+
+IGNORED = -100  # torch's mark of a label that does not count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """What each of K steps takes: row numbers into the clients' data and each row's weight in its client's mean."""
+
+    steps: list[int]
+    """K of every client."""
+    seen: list[int]
+    """The examples every client takes in all its steps."""
+    rows: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor | None] = field(default_factory=list)
+    """None where every client has a full batch: all weights are 1 / batch."""
+    active: list[Tensor | None] = field(default_factory=list)
+    """None while every client still steps; else 1 for those that do."""
+
+    def report(self, update: Tensor, weights: Sequence[float], losses: Tensor) -> GroupUpdate:
+        """Return a group's answer, given Σ w_i Δ_i and each client's losses summed over its steps; no buffers."""
+        return GroupUpdate(
+            update=update,
+            floats=update.new_empty(0),
+            ints=torch.empty(0, dtype=torch.int64),
+            weights=list(weights),
+            losses=[loss / steps for loss, steps in zip(losses.tolist(), self.steps, strict=True)],
+            steps=sum(self.steps),
+            examples=sum(self.seen),
+        )
+
+
+def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the clients' inputs and targets client after client, and where each client begins."""
+    starts = [0, *itertools.accumulate(len(one) for one in examples)][:-1]
+    cut = [one.rows for one in examples if one.rows is not None and one.tensors is examples[0].tensors]
+    if len(cut) == len(examples):  # from one pool of tensors: all in one go
+        inputs, targets = (tensor.index_select(0, torch.cat(cut)) for tensor in examples[0].tensors)
+        return inputs.to(dtype), targets, starts
+    # What lies in tensors of its own is taken as it is.
+    parts = [one.tensors if one.rows is None else one.batch(torch.arange(len(one))) for one in examples]
+    return torch.cat([inputs for inputs, _ in parts]).to(dtype), torch.cat([targets for _, targets in parts]), starts
+
+
+def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return (client, example) row numbers, short batches filled up with rows of weight zero."""
+    longest = max(len(rows) for rows in per_client)
+    first = torch.tensor(starts).unsqueeze(1)
+    if all(len(rows) == longest for rows in per_client):
+        return torch.stack(list(per_client)).add_(first), None
+    table = first.repeat(1, longest)
+    weights = torch.zeros(len(per_client), longest, dtype=dtype)
+    for client, rows in enumerate(per_client):
+        if len(rows):
+            table[client, : len(rows)] += rows
+            weights[client, : len(rows)] = 1.0 / len(rows)
+    return table, weights
+
+
+def gradient_batches(
+    examples: Sequence[TensorExamples], clients: Sequence[int], limit: int | None, seed: int, round_index: int
+) -> list[Tensor]:
+    """Return the rows of every client's gradient phase: those of the per-client path."""
+    pairs = zip(examples, clients, strict=True)
+    return [gradient_rows(len(one), limit, seed, round_index, client) for one, client in pairs]
+
+
+def plan_batches(
+    local: LocalTraining,
+    seed: int,
+    sizes: Sequence[int],
+    starts: Sequence[int],
+    clients: Sequence[int],
+    *,
+    round_index: int,
+    dtype: torch.dtype,
+) -> Batches:
+    """Lay out all steps; the batches are those of the per-client path."""
+    seeds = stream_seeds(seed, Purpose.SHUFFLE, round_index, last=clients)
+    steps, lengths = [], []
+    for size in sizes:
+        width = local.batch_for(size)
+        one_pass = [min(width, size - first) for first in range(0, size, width)]
+        steps.append(local.steps_for(size))
+        lengths.append(list(itertools.islice(itertools.cycle(one_pass), steps[-1])))
+    seen = [sum(own) for own in lengths]
+    orders = _orders(seeds, sizes, [-(-count // size) for count, size in zip(seen, sizes, strict=True)])
+    if len(set(sizes)) == 1:  # all take the same steps
+        table = orders.view(len(sizes), -1)[:, : seen[0]].add_(torch.tensor(starts).unsqueeze(1))
+        rows, nothing = list(table.split(lengths[0], dim=1)), [None] * steps[0]
+        return Batches(steps=steps, seen=seen, rows=rows, weights=list(nothing), active=list(nothing))
+    return _uneven_batches(orders, sizes, starts, lengths, dtype)
+
+
+def _orders(seeds: Sequence[int], sizes: Sequence[int], passes: Sequence[int]) -> Tensor:
+    """Return the clients' shuffled passes over their examples, one after the other."""
+    generator = torch.Generator()  # one for all, in turn: making one costs more than seeding it
+    drawn: list[Tensor] = []
+    for own, size, count in zip(seeds, sizes, passes, strict=True):
+        generator.manual_seed(own)
+        drawn += itertools.islice(shuffled_passes(size, generator), count)
+    return torch.cat(drawn)
+
+
+def _uneven_batches(
+    orders: Tensor, sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[Sequence[int]], dtype: torch.dtype
+) -> Batches:
+    """Lay out the batches of clients of several sizes, short ones filled up with rows of weight zero."""
+    steps, seen = [len(own) for own in lengths], [sum(own) for own in lengths]
+    taken = np.array([[*own, *[0] * (max(steps) - len(own))] for own in lengths])  # (client, step)
+    passes = [-(-count // size) * size for count, size in zip(seen, sizes, strict=True)]
+    begins = np.cumsum([0, *passes[:-1]])[:, None] + np.cumsum(taken, axis=1) - taken
+    shuffled, first = orders.numpy(), np.array(starts)[:, None]
+    found = Batches(steps=steps, seen=seen)
+    for k in range(max(steps)):
+        own = taken[:, k : k + 1]
+        places = np.arange(own.max())
+        here = places < own
+        rows = first + np.where(here, shuffled[np.where(here, begins[:, k : k + 1] + places, 0)], 0)
+        found.rows.append(torch.from_numpy(rows))
+        share = None if here.all() else torch.from_numpy(np.where(here, 1.0 / np.maximum(own, 1), 0.0)).to(dtype)
+        found.weights.append(share)
+        still = torch.tensor([float(k < count) for count in steps], dtype=dtype)
+        found.active.append(None if k < min(steps) else still)
+    return found
+
+
+def take(values: Tensor, rows: Tensor) -> Tensor:
+    """Return the values at a table of row numbers; faster than indexing."""
+    return values.index_select(0, rows.flatten()).view(*rows.shape, *values.shape[1:])
+
+
+def client_losses(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return each client's mean cross-entropy over its batch, as torch has it; outputs are (client, example, class)."""
+    lowest, highest = targets.aminmax()
+    if int(lowest) >= 0 and int(highest) < outputs.shape[2]:
+        return cross_entropies(outputs, targets, weights)
+    return _mean_of_counted(outputs, targets, weights)
+
+
+def _mean_of_counted(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the mean over the examples whose label is not to be ignored; zero for a client without examples."""
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    here = torch.ones_like(each) if weights is None else (weights > 0).to(each.dtype)
+    counted = here * (targets != IGNORED)
+    number = counted.sum(dim=1)
+    return (each * counted).sum(dim=1) / torch.where(here.any(dim=1), number, torch.ones_like(number))
+
+
+def nonfinite_members(vectors: Sequence[Tensor]) -> Tensor:
+    """Return for each client whether any of its numbers is not finite; tensors are (client, ...)."""
+    return torch.stack([~torch.isfinite(vector.flatten(1)).all(dim=1) for vector in vectors]).any(dim=0)

@@ -1,0 +1,257 @@
+"""A few clients of a larger network in lockstep, each large linear weight kept once for all of them.
+
+All clients of a round start from the same weight W, and after some steps on n examples a client's own weight is
+W − α·GᵀX with n rows in G and X (see ``outer``). While n is small, nobody writes that out: a layer's outputs are
+x·Wᵀ − α·(x·Xᵀ)·G, where the first product is one for all clients and the others are thin. The sum of the clients'
+updates is one product of all their rows. Convolutions and small layers have their own weights for every client;
+activations and pooling see all clients' examples as one batch.
+
+A gradient at x is of the same form. So a displacement v_i = common + β·g_i is one large matrix for everybody and thin
+factors for each, which wait on the client's *shelf* between the two phases of a round.
+
+Weight decay multiplies W and the rows so far, by factors that are kept beside them. Steps with momentum, clipping,
+correction or pull are not of this form; they take the per-client path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradalign.algorithms.plan import Plan
+from gradalign.client import LocalTraining
+from gradalign.client.exchange import GroupGradient, GroupUpdate
+from gradalign.client.flat import Point, all_finite
+from gradalign.fast.batches import (
+    Batches,
+    client_losses,
+    gather,
+    gradient_batches,
+    nonfinite_members,
+    pad,
+    plan_batches,
+    take,
+)
+from gradalign.fast.factors import Shelf
+from gradalign.fast.large import LargeWeight, large_product
+from gradalign.fast.linear import LARGE
+from gradalign.fast.products import own_product
+from gradalign.fast.spectrum import convolve
+from gradalign.tasks.data import TensorExamples
+
+TOGETHER = 5
+MOST_EXAMPLES = 1000  # of a client: all are gathered, so they should be about as many as a round's steps take
+Own = list[Tensor | LargeWeight]
+"""Every parameter of all clients: (client, ...) or a large weight."""
+
+
+class LockstepTrainer:
+    """Trains small groups of clients of one task."""
+
+    def __init__(self, local: LocalTraining, seed: int, model: nn.Sequential) -> None:
+        self.local, self.seed, self.layers = local, seed, list(model)
+        self.shapes = [p.shape for p in model.parameters()]
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.large = [_is_large(layer) and p.ndim == 2 for layer in model for p in layer.parameters()]
+        self.dtype = next(model.parameters()).dtype
+        # A thin product of n rows costs n(in + out), the whole one in·out.
+        pairs = [shape for shape, large in zip(self.shapes, self.large, strict=True) if large]
+        self.most_rows = min(a * b // (2 * (a + b)) for a, b in pairs)
+        self.shelf = Shelf(self.shapes, self.large)
+
+    def takes(self, plans: Sequence[Plan], examples: Sequence[TensorExamples]) -> bool:
+        """Return whether these clients can and should train in this way."""
+        plain = not any(plan.pull or plan.correction is not None for plan in plans)
+        return plain and self.fits([len(one) for one in examples])
+
+    def fits(self, sizes: Sequence[int], *, shelved: bool = False) -> bool:
+        """Return whether clients of these sizes add few enough rows to a large weight, with their gradient's or not."""
+        rows = [self.local.steps_for(size) * self.local.batch_for(size) for size in sizes]
+        if shelved:
+            rows = [own + self.gradient_rows(size) for own, size in zip(rows, sizes, strict=True)]
+        return max(rows) <= self.most_rows and max(sizes) <= MOST_EXAMPLES
+
+    def gradient_rows(self, size: int) -> int:
+        """Return how many rows the gradient of a client of this size has in a large weight's factors."""
+        return min(size, self.local.gradient_examples or size)
+
+    def gradient_sum(
+        self,
+        point: Point,
+        examples: Sequence[TensorExamples],
+        clients: Sequence[int],
+        weights: Sequence[float],
+        *,
+        round_index: int,
+        limit: int | None,
+        out: Tensor,
+        shelves: Sequence[Tensor],
+    ) -> GroupGradient:
+        """Write Σ w_i ∇f_i(x) to ``out``, and put every client's own gradient on its shelf."""
+        inputs, targets, starts = self._gather(examples)
+        rows = gradient_batches(examples, clients, limit, self.seed, round_index)
+        table, shares = pad(rows, starts, self.dtype)
+        own = self._start(point.x, [None] * len(clients), factor=1.0)
+        losses = self._backward(own, inputs, targets, table, shares)
+        counts = [len(taken) for taken in rows]
+        found = [one if isinstance(one, LargeWeight) else _taken(one) for one in own]
+        self.shelf.put(found, counts, shelves)
+        losses += self._sum(found, torch.tensor(weights, dtype=self.dtype), out)
+        return GroupGradient(gradient=out, losses=losses.tolist(), examples=sum(counts))
+
+    def train_sum(
+        self,
+        point: Point,
+        plans: Sequence[Plan],
+        examples: Sequence[TensorExamples],
+        clients: Sequence[int],
+        weights: Sequence[float],
+        *,
+        round_index: int,
+        lr: float,
+        out: Tensor,
+        along: float = 0.0,
+        shelves: Sequence[Tensor] = (),
+    ) -> GroupUpdate:
+        """Execute every client's plan from the server's point; write Σ w_i Δ_i to ``out``.
+
+        With ``shelves``, every client starts from x + along·g_i instead, its gradient being on its shelf.
+        """
+        inputs, targets, starts = self._gather(examples)
+        sizes = [len(one) for one in examples]
+        batches = plan_batches(self.local, self.seed, sizes, starts, clients, round_index=round_index, dtype=self.dtype)
+        own = self._start(point.x, [plan.displacement for plan in plans], factor=-lr)
+        if shelves:
+            own = self.shelf.displace(own, along, shelves)
+        before = [None if isinstance(one, LargeWeight) else one.clone() for one in own]
+        total = torch.zeros(len(clients), dtype=torch.float64)
+        for losses in self._steps(own, inputs, targets, batches, lr):
+            total += losses
+        ways = [
+            a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in zip(own, before, strict=True)
+        ]
+        total += self._sum(ways, torch.tensor(weights, dtype=self.dtype), out)
+        return batches.report(out, weights, total)
+
+    def _gather(self, examples: Sequence[TensorExamples]) -> tuple[Tensor, Tensor, list[int]]:
+        inputs, targets, starts = gather(examples, self.dtype)
+        return _channels_innermost(inputs), targets, starts
+
+    def _start(self, x: Tensor, displacements: Sequence[Tensor | None], *, factor: float) -> Own:
+        """Return x + v_i of every client, parameter by parameter, a large weight once when nobody is displaced."""
+        clients, displaced = len(displacements), any(v is not None for v in displacements)
+        shifts = [None if v is None else v.split(self.sizes) for v in displacements]
+        own: Own = []
+        for place, (piece, shape) in enumerate(zip(x.split(self.sizes), self.shapes, strict=True)):
+            if self.large[place] and not displaced:
+                own.append(LargeWeight.at(piece.view(shape), clients, factor))
+                continue
+            stacked = piece.new_empty(clients, len(piece))
+            for row, shift in zip(stacked, shifts, strict=True):
+                row.copy_(piece) if shift is None else torch.add(piece, shift[place], out=row)
+            values = stacked.view(-1, *shape)
+            own.append(LargeWeight.at(values, clients, factor) if self.large[place] else _channels_innermost(values))
+        return own
+
+    def _steps(self, own: Own, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Iterator[Tensor]:
+        """Take all steps, changing ``own``; yield each step's losses."""
+        for rows, weights, active in zip(batches.rows, batches.weights, batches.active, strict=True):
+            decays = self._decays(active, len(rows))
+            for one in own:
+                if isinstance(one, LargeWeight) and decays is not None:
+                    one.keep = 1 - lr * decays.unsqueeze(1)
+            yield self._backward(own, inputs, targets, rows, weights)
+            # A client that is done has examples of weight zero only, and so gradients of zero.
+            for one in own:
+                if isinstance(one, Tensor):
+                    gradient = _taken(one)
+                    if decays is not None:
+                        gradient = gradient + one.detach() * decays.to(self.dtype).view(-1, *[1] * (one.ndim - 1))
+                    one.detach().add_(gradient, alpha=-lr)
+
+    def _decays(self, active: Tensor | None, clients: int) -> Tensor | None:
+        """Return each client's weight decay in a step, in float64: none for those that are done."""
+        if not self.local.weight_decay:
+            return None
+        stepping = torch.ones(clients) if active is None else active
+        return self.local.weight_decay * stepping.double()
+
+    def _backward(self, own: Own, inputs: Tensor, targets: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """Leave the gradients of all clients' losses in ``own``; return the losses."""
+        for one in own:
+            if isinstance(one, Tensor):
+                one.requires_grad_()
+        with torch.enable_grad():
+            outputs = self._outputs(own, inputs.index_select(0, rows.flatten()), len(rows))
+            losses = client_losses(outputs, take(targets, rows), weights)
+            losses.sum().backward()
+        return losses.detach().double()
+
+    def _outputs(self, own: Own, inputs: Tensor, clients: int) -> Tensor:
+        """Return every client's outputs for its own batch: (client, example, class)."""
+        left = iter(own)
+        for layer in self.layers:
+            if isinstance(layer, nn.Conv2d):
+                inputs = _convolutions(layer, inputs, next(left), next(left) if layer.bias is not None else None)
+            elif isinstance(layer, nn.Linear):
+                inputs = _linear(inputs, clients, next(left), next(left) if layer.bias is not None else None)
+            else:
+                inputs = layer(inputs)
+        return inputs.view(clients, -1, inputs.shape[-1])
+
+    def _sum(self, vectors: Own, shares: Tensor, out: Tensor) -> Tensor:
+        """Write Σ w_i of the clients' vectors, or of what their steps have added to large weights.
+
+        Return zero for every client, NaN for those whose vector is not finite.
+        """
+        for piece, shape, each in zip(out.split(self.sizes), self.shapes, vectors, strict=True):
+            if isinstance(each, LargeWeight):
+                each.sum_of_steps(shares, piece.view(shape))
+            else:
+                piece.view(shape).copy_(torch.tensordot(shares, each, dims=1))
+        clean = torch.zeros(len(shares), dtype=torch.float64)
+        if all_finite(out):
+            return clean
+        parts = [[each.grad_output, each.inputs] if isinstance(each, LargeWeight) else [each] for each in vectors]
+        return clean.masked_fill(nonfinite_members([part for pair in parts for part in pair]), math.nan)
+
+
+def _taken(leaf: Tensor) -> Tensor:
+    """Return the gradient that backward has left in a leaf, and take it away."""
+    gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    leaf.grad = None
+    return gradient.detach()
+
+
+def _convolutions(layer: nn.Conv2d, images: Tensor, weights: Any, biases: Any) -> Tensor:
+    """Return each client's convolution of its own images."""
+    parts = images.chunk(len(weights))
+    own = zip(parts, weights, [None] * len(parts) if biases is None else biases, strict=True)
+    return torch.cat([convolve(layer, part, weight, bias) for part, weight, bias in own])
+
+
+def _linear(inputs: Tensor, clients: int, weights: Any, biases: Any) -> Tensor:
+    """Return each client's linear map of its own rows, client after client."""
+    rows: Tensor = inputs.view(clients, -1, inputs.shape[-1])
+    if not isinstance(weights, LargeWeight):
+        return own_product(rows, weights, biases).flatten(0, 1)
+    outputs = large_product(inputs, weights)
+    if biases is None:
+        return outputs
+    shifted: Tensor = outputs.view(clients, rows.shape[1], -1) + biases.unsqueeze(1)
+    return shifted.flatten(0, 1)
+
+
+def _channels_innermost(values: Tensor) -> Tensor:
+    """Lay images, or every client's convolution weights, out with the channels innermost."""
+    if values.ndim == 5:
+        return values.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+    return values.contiguous(memory_format=torch.channels_last) if values.ndim == 4 else values
+
+
+def _is_large(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) and layer.weight.numel() >= LARGE

@@ -1,0 +1,275 @@
+"""The two verbs: ``displace()`` after the first backward, ``step()`` after the second, in a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from gradalign.errors import GradalignError
+from gradalign.optim.base import AlignedOptimizer
+from gradalign.optim.pending import LastPart, PlainGradient
+from gradalign.optim.ranks import Gradients, positive_weight
+from gradalign.optim.two_passes import TwoPasses, random_state
+from gradalign.optim.vectors import all_finite, put_gradients, take_gradients
+
+
+class TwoPassSteps(AlignedOptimizer):
+    """Everything of ``GradAlign`` but the step with a closure and the state dict."""
+
+    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; the random numbers of a first pass are counted from here on."""
+        if isinstance(self._pending, PlainGradient):  # a second pass begins that will add nothing
+            self._pending.put()
+            return
+        super().zero_grad(set_to_none)
+        if self._passes is None:
+            self._meet_ranks()
+            self._mark_random()
+
+    def _mark_random(self) -> None:
+        parameters = self.trained_parameters()
+        self._random = random_state(parameters[0].device) if parameters else None
+
+    def collect(self, weight: float = 1.0) -> None:
+        """Keep what lies in ``.grad`` as the gradient of one part, after that part's first backward.
+
+        For several parts in one process, and for a weight; a single part is collected by ``displace``.
+        """
+        weight = positive_weight(weight, "the weight of a part")
+        self._refuse_late_part()
+        if self._watch.averages and self._ranks.size > 1:
+            self._give_up(
+                "DistributedDataParallel averaged this part over the ranks before collect() could weigh it; put the "
+                "first forward and backward inside model.no_sync()"
+            )
+        self._collect(weight)
+
+    def _refuse_late_part(self) -> None:
+        if self._finite is not None or (self._passes is not None and (self._passes.displaced or self._passes.staying)):
+            raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
+
+    def _collect(self, weight: float) -> None:
+        if self._passes is None:
+            self._meet_ranks(after_a_pass=True)
+            self._passes = TwoPasses(self.trained_parameters(), self._ranks, self._buffers)
+        self._passes.collect(weight, self._random or random_state(self._passes.device))
+        self._mark_random()
+
+    def displace(self, scaler: GradScaler | None = None) -> bool:
+        """Move the parameters to the next part's displaced point, ready for its second forward and backward.
+
+        Call it after the first backward; with several collected parts once for each, in the same order. ``.grad``
+        is cleared. Under DistributedDataParallel both passes, forward and backward, belong inside ``model.no_sync()``;
+        with ``overlap=True`` the first only.
+
+        Args:
+            scaler: The GradScaler, when the losses are scaled by one.
+
+        Returns:
+            Whether there is a point to go to. If not (β is 0, ``every`` says so, or the gradient is not finite) the
+            step's gradient is in ``.grad`` already and the second pass may be left out; when made, nothing comes of it.
+        """
+        if self._finite is not None:
+            raise GradalignError("the step is prepared already; call step() before the next displace()")
+        passes = self._passes
+        if passes is None or not passes.parts:
+            self._collect(1.0)
+            passes = self._passes
+        assert passes is not None
+        if passes.staying:
+            return False
+        if not passes.displaced:
+            scale = self._unscale_first_pass(passes, scaler)
+            return self._begin(passes, scale)
+        if passes.visited == len(passes.parts):
+            raise GradalignError("every part was displaced already; call step(), or restore() to give the step up")
+        if not passes.gather():
+            self._give_up("displace() came for the next part without a second backward for the one before")
+        self._visit(passes)
+        return True
+
+    def _begin(self, passes: TwoPasses, scale: float) -> bool:
+        """Find ḡ and go to the first displaced point, or stay when this step has none."""
+        if not self.aligning or self._alone(len(passes.parts)):
+            return self._stay(passes, self._mean(passes.parameters, passes.local_mean(), passes.weight), scale)
+        if self.overlap and len(passes.parts) > 1:
+            self._give_up("overlap=True takes one part on every rank")
+        mean = self._take_previous(passes.parameters)
+        if mean is None:
+            mean = self._mean(passes.parameters, passes.local_mean(), passes.weight)
+            lost = not all_finite(mean)
+        else:
+            lost = not all(all_finite(part.vectors) for part in passes.parts)
+            if self.overlap:  # the averaging of the second pass is DDP's: all must make it, or nobody
+                anywhere, self._all_weight = self._ranks.sums([float(lost), passes.weight], passes.device)
+                lost = anywhere > 0.0
+            # Else this rank alone may know; the others hear of it with the displaced gradients.
+            passes.nonfinite = lost and not self.overlap
+            if lost:
+                mean = [torch.full_like(p, float("nan")) for p in passes.parameters]
+        if lost:
+            return self._stay(passes, mean, scale)
+        self._warn_of_equal_ranks(passes, mean)
+        passes.aim(self.beta_now, mean)
+        self._watch.stop()
+        if self._ranks.size > 1 and not self.overlap:
+            self._watch.refuse_averaging(passes.parameters, self._refuse_averaging)
+        self._visit(passes)
+        return True
+
+    def _refuse_averaging(self) -> NoReturn:
+        self._give_up(
+            "DistributedDataParallel would average the second pass before GradAlign weighs it; put its forward and "
+            "backward inside model.no_sync() as well, or give GradAlign(..., model=model, overlap=True)"
+        )
+
+    def _mean(self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float) -> Gradients:
+        """Return the mean over the ranks, and remember the sum of their weights."""
+        found = self._ranks.mean(parameters, gradients, weight, None)
+        self._all_weight = found.weight
+        return found.gradients
+
+    def _stay(self, passes: TwoPasses, gradients: Gradients, scale: float) -> bool:
+        """Put the step's gradient, scaled as the user's own would be, into ``.grad`` for the rest of the step."""
+        passes.stay()
+        if scale != 1.0:
+            gradients = [None if g is None else g.mul_(scale) for g in gradients]
+        self._pending = PlainGradient(passes.parameters, gradients)
+        return False
+
+    def _visit(self, passes: TwoPasses) -> None:
+        """Go to the next part's point; the last part's backward then completes the step's gradient in ``.grad``."""
+        passes.visit(self.same_randomness)
+        if passes.visited == len(passes.parts):
+            # DDP takes the plain mean over ranks: what it averages is weighted before.
+            whole = self._all_weight / self._ranks.size if self.overlap else passes.weight
+            share = passes.parts[-1].weight / whole
+            self._pending = LastPart(passes.parameters, passes.total(), share)
+
+    def _unscale_first_pass(self, passes: TwoPasses, scaler: GradScaler | None) -> float:
+        """Undo the scale of the gradients at x, and return it."""
+        self._scaled = scaler is not None and scaler.is_enabled()
+        if scaler is None or not self._scaled:
+            return 1.0
+        if len(passes.parts) > 1:
+            self._give_up("a GradScaler works with one part in each process; collect() was used for several")
+        scale = float(scaler.get_scale())
+        for g in passes.parts[0].vectors:
+            if g is not None:
+                g.div_(scale)
+        return scale
+
+    def _warn_of_equal_ranks(self, passes: TwoPasses, mean: Gradients) -> None:
+        if self.steps or self._ranks.size == 1 or len(passes.parts) > 1:
+            return
+        pairs = zip(passes.parts[0].vectors, mean, strict=True)
+        if all(g is None or m is None or torch.allclose(g, m) for g, m in pairs):
+            self._warn_once(
+                "all ranks have the same gradient, so there is nothing to align; was the first pass, forward and "
+                "backward, inside model.no_sync(), and has every rank its own part?"
+            )
+
+    def restore(self) -> None:
+        """Give up a step half-way: the parameters go back to x exactly, and what was collected is forgotten."""
+        if self._pending is not None:
+            self._pending.close()
+        if self._passes is not None:
+            self._passes.go_home(self.same_randomness)
+            put_gradients(self._passes.parameters, [None] * len(self._passes.parameters))
+        self._end_of_step()
+
+    def _end_of_step(self) -> None:
+        self._watch.stop()
+        self._passes, self._pending, self._finite, self._scaled = None, None, None, False
+
+    def _give_up(self, problem: str) -> NoReturn:
+        self.restore()
+        raise GradalignError(problem)
+
+    def _finish(self) -> None:
+        """End the passes: back to x, and the step's gradient in ``.grad``."""
+        passes = self._passes
+        if passes is not None and (passes.displaced or passes.staying):
+            self._end_second_pass(passes)
+        else:
+            self._end_first_pass(passes)
+        self._ready()
+
+    def _end_first_pass(self, passes: TwoPasses | None) -> None:
+        """Nobody displaced anything: the gradients at x, in ``.grad`` or collected, are the step's."""
+        parameters = self.trained_parameters()
+        if self.aligning and (passes is not None or any(p.grad is not None for p in parameters)):
+            self._warn_once(
+                "step() came without displace(), so nothing was aligned and the step is the wrapped optimizer's own; "
+                "use step(loss_fn, inputs, targets, parts=8), or displace() and a second backward before step()"
+            )
+        if passes is not None:
+            take_gradients(parameters)
+            self._refuse_unknown_scale()
+            put_gradients(parameters, self._mean(passes.parameters, passes.local_mean(), passes.weight))
+            return
+        self._meet_ranks(after_a_pass=True)
+        self._unscale()
+        if self._ranks.size > 1 and not (self.overlap and self._watch.averages):
+            put_gradients(parameters, self._mean(parameters, take_gradients(parameters), 1.0))
+
+    def _end_second_pass(self, passes: TwoPasses) -> None:
+        pending, averaged = self._pending, self._watch.averages
+        self._watch.stop()
+        if passes.displaced and all(p.grad is None for p in passes.parameters):
+            self._give_up("step() came after displace() without a second backward")
+        if pending is None:
+            self._give_up(f"step() came after {passes.visited} of {len(passes.parts)} parts were displaced")
+        changed = pending.changed(allowed=1 if self._scaled else 0)  # GradScaler's unscaling or its search for inf
+        pending.finish()
+        self._refuse_unknown_scale()
+        self._unscale()
+        passes.go_home(self.same_randomness)
+        own = self._ranks.size > 1 and (passes.nonfinite or not (passes.staying or (self.overlap and averaged)))
+        if own:  # it is this rank's own mean so far
+            if self.overlap:
+                self._warn_once(
+                    "overlap=True had no effect, as DistributedDataParallel did not average the second pass; leave its "
+                    "forward and backward outside model.no_sync(), or leave out overlap=True"
+                )
+            gradients = take_gradients(passes.parameters)
+            weight = 1.0 if self.overlap else passes.weight  # with overlap they are weighted already, for DDP's mean
+            put_gradients(passes.parameters, self._mean(passes.parameters, gradients, weight))
+        if changed and (own or (self.reuse and not self.overlap)):  # with overlap it is DDP that writes there
+            self._warn_once(
+                "the gradients were changed between the last backward and step(), where they are not yet the mean "
+                "over all ranks, or not what reuse should keep; clip them with the optimizer's own clip_grad_norm_(), "
+                "and keep DistributedDataParallel from averaging them with model.no_sync()"
+            )
+
+    def _refuse_unknown_scale(self) -> None:
+        if getattr(self, "grad_scale", None) is not None and not self._scaled:
+            self._give_up("the losses are scaled: give the scaler to displace(scaler=scaler)")
+
+    @torch.no_grad()
+    def _unscale(self) -> None:
+        """Undo GradScaler's scale; it hands it over as an attribute while its step() runs."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for p in self.trained_parameters():
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device))
+
+    def _ready(self) -> None:
+        """Look at the gradient that the step will be taken with."""
+        parameters = self.trained_parameters()
+        self._finite = all_finite([p.grad for p in parameters])
+        if self.reuse:
+            kept = {p: p.grad.detach().clone() for p in parameters if p.grad is not None}
+            self._previous = kept if self._finite else None
+
+    def _take_previous(self, parameters: Sequence[nn.Parameter]) -> Gradients | None:
+        """Return the ḡ kept from the step before, to be used up."""
+        kept, self._previous = self._previous, None
+        return None if kept is None else [kept.get(p) for p in parameters]

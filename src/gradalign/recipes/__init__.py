@@ -1,0 +1,1 @@
+"""Recipes: experiments as TOML files, checked and built. The files that come with the package lie here too."""

@@ -1,0 +1,288 @@
+"""From a spec to the objects it describes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from gradalign import algorithms
+from gradalign.algorithms import rules as server
+from gradalign.algorithms.plan import Algorithm, Combination, combine
+from gradalign.algorithms.rules import ServerRule
+from gradalign.algorithms.schedule import Cosine, OffUntil, Schedule, Steps, Warmup
+from gradalign.checks import flag, real, whole
+from gradalign.client import LocalTraining
+from gradalign.errors import ClientError, GradalignError, no_exit
+from gradalign.recipes.spec import AlgorithmSpec, LocalSpec, PartSpec, ScheduleSpec, ServerSpec, Spec
+from gradalign.server.federation import Federation
+from gradalign.tasks.cifar import cifar10, cifar100
+from gradalign.tasks.digits import digits
+from gradalign.tasks.emnist import emnist
+from gradalign.tasks.holdout import hold_out
+from gradalign.tasks.shakespeare import shakespeare
+from gradalign.tasks.task import Task
+
+TASKS: dict[str, Callable[..., Task]] = {
+    make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)
+}
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    kind.__name__.lower(): kind
+    for kind in (
+        algorithms.FedAvg,
+        algorithms.FedProx,
+        algorithms.Scaffold,
+        algorithms.FedGA,
+        algorithms.GradAlign,
+        algorithms.LargeBatchSGD,
+        algorithms.LinearScaling,
+        algorithms.FedDyn,
+    )
+}
+SERVER_RULES: dict[str, type[ServerRule]] = {
+    kind.label: kind for kind in (server.FedAvgM, server.FedAdagrad, server.FedAdam, server.FedYogi)
+}
+SCHEDULES: dict[str, type[Schedule]] = {
+    "steps": Steps,
+    "warmup": Warmup,
+    "off-until": OffUntil,
+    "cosine": Cosine,
+}
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def algorithm_names(name: str) -> list[str]:
+    """Split ``fedga+fedadam`` into known names, or say which one is not known."""
+    names = [_plain(part) for part in name.split("+")]
+    for part in names:
+        if part not in ALGORITHMS and part not in SERVER_RULES:
+            known = ", ".join([*ALGORITHMS, *SERVER_RULES])
+            raise GradalignError(f'algorithm.name: "{part}" is not an algorithm; known are {known}, joined by "+"')
+    return names
+
+
+def accepted_parameters(name: str) -> set[str]:
+    """Return the keys of the [algorithm] table that this algorithm, or combination, has."""
+    kinds = [ALGORITHMS[part] for part in algorithm_names(name) if part in ALGORITHMS]
+    return {field.name for kind in kinds for field in fields(kind)}
+
+
+def build_schedule(setting: float | ScheduleSpec, where: str) -> float | Schedule:
+    """Return the number or the schedule that a setting describes."""
+    if not isinstance(setting, ScheduleSpec):
+        return setting
+    given = setting.model_dump(exclude_none=True)
+    make = SCHEDULES[given.pop("kind")]
+    expected = dict(inspect.signature(make).parameters)
+    missing = [name for name, p in expected.items() if p.default is inspect.Parameter.empty and name not in given]
+    unknown = [name for name in given if name not in expected]
+    if missing or unknown:
+        raise GradalignError(
+            f'{where}: a "{setting.kind}" schedule has the keys {", ".join(expected)}; '
+            + (f"{missing[0]} is missing" if missing else f"{unknown[0]} is not one of them")
+        )
+    for name, kind, what in (("at_rounds", int, "round numbers"), ("at_shares", float, "shares of the run")):
+        if name in given:
+            try:
+                given[name] = {kind(start): value for start, value in given[name].items()}
+            except ValueError:
+                raise GradalignError(f"{where}.{name}: the keys must be {what}") from None
+    try:
+        return make(**given)
+    except GradalignError as error:
+        raise GradalignError(f"{where}: {error}") from None
+
+
+def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
+    """Compose the algorithm that the [algorithm] and [server] tables describe."""
+    names = algorithm_names(spec.name)
+    own_tables = {_plain(name): table for name, table in (spec.parts or {}).items()}
+    strangers = sorted(set(own_tables) - (set(names) & set(ALGORITHMS)))
+    if strangers:
+        raise GradalignError(f"algorithm.parts.{strangers[0]} is set, but {spec.name} has no such part; remove it")
+    given = _parameters(spec, "algorithm", accepted_parameters(spec.name), spec.name)
+    parts: list[Algorithm | ServerRule] = []
+    for name, kind in ((name, ALGORITHMS[name]) for name in names if name in ALGORITHMS):
+        known = {field.name for field in fields(kind)}
+        own = {key: value for key, value in given.items() if key in known}
+        if name in own_tables:
+            own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, name)
+        if "beta" in {field.name for field in fields(kind)} and "beta" not in own:
+            raise GradalignError(f"algorithm.beta is needed for {spec.name}: the strength of the alignment, e.g. 0.1")
+        parts.append(kind(**own))
+    rules = [name for name in names if name in SERVER_RULES]
+    if len(rules) > 1:
+        raise GradalignError(f"algorithm.name: {spec.name} names more than one server rule")
+    return combine(*parts, _build_rule(rules[0] if rules else None, rule))
+
+
+def _parameters(spec: PartSpec, where: str, known: set[str], name: str) -> dict[str, Any]:
+    """Return the values that a table sets, all of which the algorithm must have."""
+    given = {key: getattr(spec, key) for key in PartSpec.model_fields if getattr(spec, key) is not None}
+    unused = set(given) - known
+    if unused:
+        raise GradalignError(f"{where}.{min(unused)} is set, but {name} has no such parameter; remove it")
+    if "beta" in given:
+        given["beta"] = build_schedule(given["beta"], f"{where}.beta")
+    return given
+
+
+def _build_rule(name: str | None, spec: ServerSpec) -> ServerRule:
+    kind = SERVER_RULES[name] if name else ServerRule
+    given = spec.model_dump(exclude_none=True)
+    known = {field.name for field in fields(kind)}
+    unused = set(given) - known
+    if unused:
+        raise GradalignError(
+            f"server.{min(unused)} is set, but the server rule {kind.label} has only {', '.join(sorted(known))}"
+        )
+    return kind(**given)
+
+
+def build_local(spec: LocalSpec, algorithm: Combination) -> LocalTraining:
+    """Return the local training that the [local] table describes, K = 1 for the algorithms that ask for it."""
+    given = {name: getattr(spec, name) for name in type(spec).model_fields}
+    given["lr"] = build_schedule(spec.lr, "local.lr")
+    if spec.batch_size == "whole":
+        given["batch_size"] = None
+    return single_step(LocalTraining(**given), algorithm)
+
+
+def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
+    """Hold the algorithms that are defined for one step a round to it."""
+    if not algorithm.one_step:
+        return local
+    if local.epochs is not None or local.steps not in (None, 1):
+        given = f"local.epochs = {local.epochs}" if local.epochs else f"local.steps = {local.steps}"
+        raise GradalignError(
+            f"{algorithm.label} takes one local step a round, got {given}; set local.steps = 1, or use fedga or fedavg"
+        )
+    return LocalTraining(**{field.name: getattr(local, field.name) for field in fields(local)} | {"steps": 1})
+
+
+def _user_function(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # a user's file beside the recipe, as with python -m
+    if not module_name or not attribute:
+        raise GradalignError(f'task.name: "{name}" is not package.module:function')
+    try:
+        with no_exit(f"task.name: importing {module_name}"):
+            module = importlib.import_module(module_name)
+    except GradalignError:
+        raise
+    except ImportError as error:
+        raise GradalignError(f'task.name: cannot import "{module_name}": {error}') from error
+    except Exception as error:
+        raise ClientError(f"task.name: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    target = getattr(module, attribute, None)
+    if target is None:
+        raise GradalignError(f'task.name: the module {module_name} has no "{attribute}"')
+    if not callable(target):
+        raise GradalignError(f"task.name: {name} is not a function that makes a Task")
+    return target  # type: ignore[no-any-return]
+
+
+def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None) -> Task:
+    """Make a task by name: a built-in one, or the user's ``package.module:function``.
+
+    Options become the function's keyword arguments. A function without a ``seed`` argument is not given one.
+    """
+    if name not in TASKS and ":" not in name:
+        raise GradalignError(
+            f'task.name: "{name}" is not a task; known are {", ".join(TASKS)}, or give package.module:function'
+        )
+    make = TASKS[name] if name in TASKS else _user_function(name)
+    options = dict(options or {})
+    try:
+        parameters = inspect.signature(make).parameters
+    except ValueError:
+        raise GradalignError(f"task.name: {name} is not a function that makes a Task") from None
+    if "seed" in options:
+        raise GradalignError("task.seed is not a setting: the run's own seed (seed, --seed) is the task's too")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [] if takes_all else sorted(set(options) - set(parameters))
+    if unknown:
+        known = ", ".join(p for p in parameters if p != "seed") or "none"
+        raise GradalignError(f"task.{unknown[0]} is not a setting of the task {name}; known here: {known}")
+    if "seed" in parameters or takes_all:
+        options["seed"] = seed
+    try:
+        with no_exit(f"the task {name}"):
+            task = make(**options)
+    except GradalignError:
+        raise
+    except Exception as error:
+        raise ClientError(f"the task {name} could not be made: {type(error).__name__}: {error}") from error
+    if not isinstance(task, Task):
+        raise GradalignError(f"{name} must return a gradalign.Task, got {type(task).__name__}")
+    return task
+
+
+def task_of(spec: Spec) -> Task:
+    """Make the task that a spec describes, with its validation examples held out where the spec asks for it."""
+    task = build_task(spec.task.name, seed=spec.seed, options=spec.task.options())
+    return task if spec.clients.holdout is None else hold_out(task, spec.clients.holdout, spec.seed)
+
+
+def build_federation(spec: Spec, task: Task | None = None) -> Federation:
+    """Return the federation that a spec describes; a task made by ``task_of`` already may be given."""
+    algorithm = build_algorithm(spec.algorithm, spec.server)
+    local = replace(build_local(spec.local, algorithm), precision=spec.precision)
+    task = task or task_of(spec)
+    return make_federation(
+        task,
+        algorithm,
+        local,
+        per_round=spec.clients.per_round,
+        weights=spec.clients.weights,
+        dropout=spec.clients.dropout,
+        min_fraction=spec.clients.min_fraction,
+        seed=spec.seed,
+        fast=spec.fast,
+        rounds=spec.rounds,
+    )
+
+
+def make_federation(
+    task: Task,
+    algorithm: Combination,
+    local: LocalTraining,
+    *,
+    per_round: int | None,
+    weights: str,
+    dropout: float,
+    seed: int,
+    fast: bool = True,
+    min_fraction: float = 0.0,
+    rounds: int | None = None,
+) -> Federation:
+    """Check what only the task can tell, and return the federation."""
+    total = len(task.clients)
+    if per_round is not None and whole("clients.per_round", per_round, 1) > total:
+        raise GradalignError(f"clients.per_round is {per_round}, but the task {task.name} has {total} clients")
+    if weights not in ("uniform", "examples"):
+        raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
+    dropout = real("clients.dropout", dropout, 0.0, 1.0, below=True)
+    min_fraction = real("clients.min_fraction", min_fraction, 0.0, 1.0)
+    return Federation(
+        task=task,
+        algorithm=algorithm,
+        local=single_step(local, algorithm),
+        per_round=total if per_round is None else int(per_round),
+        by_examples=weights == "examples",
+        dropout=dropout,
+        seed=seed,
+        fast=flag("fast", fast),
+        min_fraction=min_fraction,
+        rounds=rounds,
+    )

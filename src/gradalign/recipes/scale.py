@@ -1,0 +1,168 @@
+"""Scaling a recipe down: fewer rounds, clients and examples, and a word on what it was before.
+
+A scaled federation is the whole one with fewer members: the data is divided among all clients first, then some clients
+and some of their examples are kept. So classes per client stay what they are, and only ``data`` makes clients smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from pydantic import ValidationError
+
+from gradalign.errors import GradalignError
+from gradalign.recipes.spec import FullSizeSpec, ScaleSpec, Spec, explain, merge
+
+
+def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return a recipe's tables with its ``scale`` worked in, so that running the result needs no scale any more.
+
+    Args:
+        data: The recipe as plain data; ``scale`` is a share for everything, or a table of shares.
+        source: What to call the recipe in messages.
+    """
+    plain = {key: value for key, value in data.items() if key != "scale"}
+    scale = read_scale(data.get("scale"), source)
+    if scale is None:
+        return plain
+    full = Spec.model_validate({key: plain[key] for key in ("rounds",) if isinstance(plain.get(key), int)})
+    rounds = max(1, round(scale.of("rounds") * full.rounds))
+    changes: dict[str, Any] = {
+        "rounds": rounds,
+        "full_size": {"rounds": full.rounds},
+        "task": {"client_share": scale.of("clients"), "data_share": scale.of("data")},
+    }
+    clients = plain.get("clients")
+    per_round = clients.get("per_round") if isinstance(clients, Mapping) else None
+    if isinstance(per_round, int) and scale.of("clients") < 1.0:
+        # Alignment is between clients: a round with one of them would have none.
+        changes["clients"] = {"per_round": max(min(2, per_round), round(scale.of("clients") * per_round))}
+        changes["full_size"]["per_round"] = per_round
+    changes |= _smaller_batches(plain, scale.of("data")) | _denser_measuring(plain, scale.of("rounds"))
+    changes["task"] = {key: share for key, share in changes["task"].items() if share < 1.0}
+    return lay_over(plain, changes)
+
+
+_WHEN = ("rounds", "round", "at_rounds", "share", "at_shares")  # a schedule's keys that say when
+_SCHEDULED = (("local", "lr"), ("algorithm", "beta"))
+
+
+def lay_over(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's tables with changes over them; schedules in rounds follow a change of ``rounds``.
+
+    A schedule that the changes place in time themselves stays as they say. One with a ``kind`` replaces what was there.
+    """
+    merged = merge(tables, changes)
+    factor = _growth(tables, merged)
+    for path in [*_SCHEDULED, *_parts_with_schedules(merged)]:
+        before, change, now = (_found(data, path) for data in (tables, changes, merged))
+        if isinstance(change, Mapping) and "kind" in change:
+            now = dict(change)
+        elif isinstance(change, Mapping) and isinstance(before, Mapping) and any(key in change for key in _WHEN):
+            now = {key: value for key, value in before.items() if key not in _WHEN} | dict(change)
+        elif factor != 1 and isinstance(now, Mapping) and (change is None or isinstance(change, Mapping)):
+            now = _stretched(now, factor, _rounds(merged))
+        else:
+            continue
+        merged = _replaced(merged, path, now)
+    return merged
+
+
+def _parts_with_schedules(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    parts = _found(data, ("algorithm", "parts"))
+    return [("algorithm", "parts", name, "beta") for name in parts] if isinstance(parts, Mapping) else []
+
+
+def _found(data: Any, path: tuple[str, ...]) -> Any:
+    for step in path:
+        data = data.get(step) if isinstance(data, Mapping) else None
+    return data
+
+
+def _replaced(data: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    step, *rest = path
+    return {**data, step: _replaced(data[step], tuple(rest), value) if rest else value}
+
+
+def _rounds(data: Mapping[str, Any]) -> int:
+    given = data.get("rounds", Spec.model_fields["rounds"].default)
+    return given if isinstance(given, int) and given > 0 else 1
+
+
+def _growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> Fraction:
+    """Return by what factor the number of rounds changes; a number that will be refused changes nothing."""
+    given = [data.get("rounds", 1) for data in (before, after)]
+    if any(isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1 for rounds in given):
+        return Fraction(1)
+    return Fraction(_rounds(after), _rounds(before))
+
+
+def _stretched(schedule: Mapping[str, Any], factor: Fraction, rounds: int) -> dict[str, Any]:
+    """Return a schedule that takes the same share of a run that is longer by a factor and now has so many rounds."""
+    stretched = {key: value for key, value in schedule.items() if key not in ("rounds", "round", "at_rounds")}
+    for key in ("rounds", "round"):
+        if type(schedule.get(key)) is not int:
+            continue
+        moved = schedule[key] * factor
+        whole = moved.denominator == 1
+        stretched |= {key: int(moved)} if whole else {"share": float(moved / rounds)}
+    steps = schedule.get("at_rounds")
+    if isinstance(steps, Mapping):
+        try:
+            starts = {int(start) * factor: value for start, value in steps.items()}
+        except ValueError:
+            return dict(schedule)  # refused later, with a word on what is wrong
+        if all(start.denominator == 1 for start in starts):
+            stretched["at_rounds"] = {str(int(start)): value for start, value in starts.items()}
+        else:
+            stretched["at_shares"] = {str(float(start / rounds)): value for start, value in starts.items()}
+    return stretched
+
+
+def _smaller_batches(data: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Shrink batches with the clients, so that a step still sees the same share of a client."""
+    return _shrink(data, "local", ("batch_size", "gradient_examples"), share)
+
+
+def _denser_measuring(data: Mapping[str, Any], share: float) -> dict[str, Any]:
+    """Measure more often in fewer rounds, so that curves keep their points."""
+    return _shrink(data, "measure", ("test_every", "train_every"), share)
+
+
+def _shrink(data: Mapping[str, Any], table: str, keys: tuple[str, ...], share: float) -> dict[str, Any]:
+    given = data.get(table)
+    if share == 1.0 or not isinstance(given, Mapping):
+        return {}
+    counts = {key: given[key] for key in keys if isinstance(given.get(key), int) and given[key] > 0}
+    return {table: {key: max(1, round(share * count)) for key, count in counts.items()}}
+
+
+def read_scale(given: Any, source: str) -> ScaleSpec | None:
+    """Check the ``scale`` of a recipe: one share, or a table of shares."""
+    if given is None:
+        return None
+    table = given if isinstance(given, Mapping) else {"all": given}
+    try:
+        return ScaleSpec.model_validate({k: float(v) if type(v) is int else v for k, v in table.items()})
+    except ValidationError as error:
+        raise _named(explain(error, f"{source}: scale")) from None
+
+
+def _named(error: GradalignError) -> GradalignError:
+    return GradalignError(str(error).replace(": scale: all:", ": scale:"))
+
+
+def describe_scale(full: FullSizeSpec, spec: Spec) -> str:
+    """Return in words at what scale a run was; the task's own facts say how many clients and examples it kept."""
+    words = [f"{spec.rounds:,} of {full.rounds:,} rounds"]
+    if full.per_round is not None:
+        words.append(f"{spec.clients.per_round} instead of {full.per_round} clients a round")
+    shares = spec.task.options()
+    for key, what in (("client_share", "the clients"), ("data_share", "their examples")):
+        if key in shares:
+            words.append(f"{100 * shares[key]:.4g} % of {what}")
+    if "data_share" in shares and isinstance(spec.local.batch_size, int):
+        words.append(f"batches of {spec.local.batch_size}")
+    return ", ".join(words)

@@ -1,0 +1,316 @@
+"""The validated description of an experiment: what a recipe file says, and nothing a machine adds.
+
+Two runs of one spec give the same numbers, so the spec leaves out what cannot change them: workers, folders, progress.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gradalign.errors import GradalignError
+from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Portion = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Seeds = Annotated[int, Field(ge=1, le=10_000)]
+
+
+_LONGEST_PATH = 20
+Value = TypeVar("Value")
+Values = Annotated[list[Value], Field(min_length=1)]
+Curve = Literal["test_accuracy", "test_loss", "train_accuracy", "train_loss", "r", "drift", "cosine"]
+
+
+class Section(BaseModel):
+    """A table of the recipe: unknown keys and wrong types are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ScheduleSpec(Section):
+    """A number that changes over the rounds, e.g. ``{ kind = "warmup", value = 0.1, rounds = 20 }``.
+
+    In place of rounds, ``share`` and ``at_shares`` are shares of the run.
+    """
+
+    kind: Literal["steps", "warmup", "off-until", "cosine"]
+    value: NotNegative
+    rounds: Count | None = None
+    start: NotNegative | None = None
+    end: NotNegative | None = None
+    round: Annotated[int, Field(ge=0)] | None = None
+    at_rounds: dict[str, NotNegative] | None = None
+    share: NotNegative | None = None
+    at_shares: dict[str, NotNegative] | None = None
+
+
+class PartSpec(Section):
+    """The parameters of one algorithm; each has some of them."""
+
+    beta: NotNegative | ScheduleSpec | None = None
+    form: Literal["start", "step"] | None = None
+    mu: NotNegative | None = None
+    control: Literal["fresh", "kept"] | None = None
+    alpha: Positive | None = None
+    aligned: bool | None = None
+
+
+class AlgorithmSpec(PartSpec):
+    """Which algorithm; names join with ``+``. Each key belongs to the algorithms that have it.
+
+    Where two of them share a key, ``[algorithm.parts.NAME]`` has the values of one.
+    """
+
+    name: str = "fedga"
+    parts: dict[str, PartSpec] | None = None
+
+
+class ServerSpec(Section):
+    """Parameters of the server's rule; the rule itself is part of the algorithm's name (fedavgm, fedadam, …)."""
+
+    lr: Positive | None = None
+    momentum: Share | None = None
+    nesterov: bool | None = None
+    beta1: Share | None = None
+    beta2: Share | None = None
+    tau: Positive | None = None
+
+
+class LocalSpec(Section):
+    """How a client trains in one round; see ``LocalTraining``."""
+
+    lr: Positive | ScheduleSpec = 0.1
+    steps: Count | None = None
+    epochs: Count | None = None
+    batch_size: Count | Literal["whole"] | None = None
+    """Left out, or "whole": all of the client."""
+    weight_decay: NotNegative = 0.0
+    momentum: Share = 0.0
+    clip_norm: Positive | None = None
+    gradient_examples: Count | None = None
+
+
+class ClientsSpec(Section):
+    """Who takes part in a round."""
+
+    per_round: Count | None = None
+    weights: Literal["uniform", "examples"] = "uniform"
+    dropout: Share = 0.0
+    holdout: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The share of each client's examples that is not trained on and takes the test set's place; see ``hold_out``."""
+    min_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class MeasureSpec(Section):
+    """What is measured and how often; 0 is never, and no number picks a spacing; see ``cadence.py``."""
+
+    test_every: Annotated[int, Field(ge=0)] | None = None
+    train_every: Annotated[int, Field(ge=0)] | None = None
+    train_clients: Count = 50
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class TaskSpec(BaseModel):
+    """What is trained: a built-in task or ``package.module:function``; all other keys are the task's own."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    name: str = "digits"
+
+    def options(self) -> dict[str, Any]:
+        """Return the keys meant for the task itself."""
+        return dict(self.model_extra or {})
+
+
+class PaperSpec(Section):
+    """What the paper reports for this experiment, shown beside the result and never used.
+
+    ``test_accuracy`` is in percent, by algorithm: a mean, or a mean and a standard deviation.
+    """
+
+    source: str
+    claim: str | None = None
+    test_accuracy: dict[str, Finite | Annotated[list[Finite], Field(min_length=2, max_length=2)]] = {}
+
+
+class ScaleSpec(Section):
+    """How far a recipe is scaled down: shares of the rounds, the clients and each client's examples."""
+
+    all: Portion = 1.0
+    rounds: Portion | None = None
+    clients: Portion | None = None
+    data: Portion | None = None
+
+    def of(self, what: Literal["rounds", "clients", "data"]) -> float:
+        """Return the share of one thing: its own, or that of all."""
+        own: float | None = getattr(self, what)
+        return self.all if own is None else own
+
+
+class FullSizeSpec(Section):
+    """What a recipe asked for before it was scaled down; only told, never used."""
+
+    rounds: Count
+    per_round: Count | None = None
+
+
+class CompareSpec(Section):
+    """What ``gradalign compare`` runs, with settings of single algorithms as nested recipe tables."""
+
+    algorithms: list[str] = ["fedga", "scaffold", "fedprox", "fedavg"]
+    seeds: Seeds = 3
+    settings: dict[str, dict[str, Any]] = {}
+    curves: list[Curve] = ["test_accuracy", "test_loss", "r"]
+
+
+class SweepSpec(Section):
+    """What ``gradalign sweep`` tries: lists of values, and how it stops and decides. What is not given has defaults."""
+
+    lr: Values[Positive] | None = None
+    batch: Values[Count | Literal["whole"]] | None = None
+    K: Values[Count] | None = None
+    epochs: Values[Count] | None = None
+    weight_decay: Values[NotNegative] | None = None
+    beta: Values[NotNegative] | None = None
+    """The coarse values; the fine ones lie around the best of them."""
+    beta_fine: Values[NotNegative] | None = None
+    mu: Values[NotNegative] | None = None
+    alpha: Values[Positive] | None = None
+    server_lr: Values[Positive] | None = None
+    clip_norm: Values[Positive] | None = None
+    holdout: Annotated[float, Field(gt=0, lt=1)] | None = None
+    stop_after: Portion | None = None
+    margin: Share | None = None
+    finalists: Count | None = None
+    seeds: Seeds | None = None
+
+
+class Spec(Section):
+    """One experiment."""
+
+    name: str = "experiment"
+    seed: Annotated[int, Field(ge=0)] = 0
+    rounds: Count = 50
+    fast: bool = True
+    """Use ways of computing that are faster and the same up to rounding; see ``stacks.py`` and ``cohort``."""
+    precision: Literal["bf16"] | None = None
+    """Compute gradients in bfloat16: faster on some processors, never the same; see ``LocalTraining``."""
+    task: TaskSpec = TaskSpec()
+    algorithm: AlgorithmSpec = AlgorithmSpec()
+    server: ServerSpec = ServerSpec()
+    local: LocalSpec = LocalSpec()
+    clients: ClientsSpec = ClientsSpec()
+    measure: MeasureSpec = MeasureSpec()
+    paper: PaperSpec | None = None
+    full_size: FullSizeSpec | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the spec as plain TOML values, unset keys left out."""
+        return self.model_dump(exclude_none=True)
+
+
+# What pydantic adds to the place of a problem where a setting may have one of several forms.
+_BRANCHES = ("float", "constrained-float", "constrained-int", "literal['whole']", "ScheduleSpec")
+
+
+def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
+    """Return the keys of the table that an unknown key was found in."""
+    model: Any = root
+    for step in location[:-1]:
+        annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+        model = next((kind for kind in kinds if issubclass(kind, BaseModel)), ScheduleSpec)
+    beside = ["compare", "sweep", "scale", "tensorboard", "wandb"] if model is Spec else []
+    return [*model.model_fields, *beside]
+
+
+def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:
+    """Turn pydantic's report into one sentence: where, what is allowed, what was given."""
+    problems = [problem for problem in error.errors() if not _is_other_branch(problem)] or error.errors()
+    first = problems[0]
+    location = tuple(step for step in first["loc"] if step not in _BRANCHES)
+    where = ".".join(str(step) for step in location)
+    if first["type"] == "extra_forbidden":
+        allowed = _allowed(location, root or Spec)
+        close = difflib.get_close_matches(str(location[-1]), allowed, n=1)
+        hint = f'; did you mean "{close[0]}"?' if close else f"; known here: {', '.join(allowed)}"
+        text = f"{where} is not a known setting{hint}"
+    else:
+        message = first["msg"].replace("Input should", "must", 1)
+        if first["type"] == "model_type":
+            message = "must be a table of settings"
+        text = f"{where}: {message[0].lower() + message[1:]}, got {first['input']!r}"
+    more = len({e["loc"][0:2] for e in problems}) - 1
+    return GradalignError(f"{source}: {text}" + (f" (and {more} more)" if more > 0 else ""))
+
+
+def _is_other_branch(problem: Any) -> bool:
+    """Whether this problem only says that a number is not a schedule table, or a table not a number."""
+    is_table = isinstance(problem["input"], Mapping)
+    return ("ScheduleSpec" in problem["loc"] and problem["type"] == "model_type") or (
+        problem["loc"][-1] in ("float", "constrained-float") and is_table
+    )
+
+
+def validate(data: Mapping[str, Any], source: str) -> Spec:
+    """Check a plain dictionary and return the spec."""
+    try:
+        return Spec.model_validate(dict(data))
+    except ValidationError as error:
+        raise explain(error, source) from None
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Read a recipe file as plain data."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_TABLE + 1)
+    except FileNotFoundError:
+        raise GradalignError(f"there is no recipe {path}") from None
+    except OSError as error:
+        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
+    if len(raw) > LARGEST_TABLE:
+        raise GradalignError(f"cannot read the recipe {path}: it has more than {LARGEST_TABLE:,} bytes")
+    try:
+        return parse_toml(raw)
+    except UnicodeDecodeError as error:
+        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
+    except ValueError as error:
+        raise GradalignError(f"{path} is not valid TOML: {error}") from None
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return base with changes laid over it, table by table."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Turn ``section.key=value`` words into nested tables; values are TOML, bare words are strings."""
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        path = [step.strip() for step in key.split(".")]
+        if not equals or not all(path) or len(path) > _LONGEST_PATH:
+            raise GradalignError(f'--set takes section.key=value, got "{setting[:200]}"')
+        try:
+            value: Any = parse_toml(f"value = {text}")["value"]
+        except ValueError:
+            value = text.strip()
+        for step in reversed(path):
+            value = {step: value}
+        changes = merge(changes, value)
+    return changes

@@ -1,0 +1,122 @@
+"""The files of run folders: their names, and writing one whole or not at all. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from gradalign.errors import NotWrittenError
+
+SPEC, METRICS, CHECKPOINT, SUMMARY = "spec.toml", "metrics.jsonl", "checkpoint.safetensors", "summary.json"
+MODEL, LOCK = "model.safetensors", ".lock"
+CLASS_COUNTS = "holdings.json"
+FAILURE = "failure.json"
+"""Why a run ended by itself before its last round, and whether it diverged; removed when it goes on."""
+COMPARISON, CURVES, REPORT = "compare.toml", "curves.png", "report.html"
+SWEEP, SWEEP_WORKERS, TRIALS = "sweep.toml", ".workers", "trials"
+"""A sweep's description, where each of its processes holds a lock, and the folder of its trials' stages."""
+TENSORBOARD, WANDB = "tensorboard", "wandb"
+"""The trackers' own folders."""
+
+
+_TAKEN = {SPEC, METRICS, CHECKPOINT, SUMMARY, MODEL, CLASS_COUNTS, FAILURE, COMPARISON, CURVES, REPORT, SWEEP, TRIALS}
+_TAKEN |= {TENSORBOARD, WANDB}
+_DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
+"""Names that some systems keep for themselves, whatever comes after a dot."""
+_MARKED = re.compile(r".*-[0-9a-f]{10}")
+_LONGEST_NAME = 100  # in bytes; systems stop at 255
+
+
+def readable_name(text: str, otherwise: str = "unnamed") -> str:
+    """Return text as a file or folder may be called anywhere: one step inside its folder, never hidden or overlong.
+
+    Different texts may get one name.
+    """
+    letters = re.sub(r"[^\w.+=,-]+", "-", text).strip("-.")
+    name = letters.encode("utf-8", errors="replace")[:_LONGEST_NAME].decode("utf-8", errors="ignore").rstrip("-.")
+    return f"_{name}" if _DEVICES.fullmatch(name) or name in _TAKEN else name or otherwise
+
+
+def safe_name(text: str) -> str:
+    """Return the name of the folder that belongs to a text: a readable one, and different texts have different ones.
+
+    A text that can be a name is its own; any other is made one and marked by its digest.
+    """
+    name = readable_name(text)
+    if name == text and not _MARKED.fullmatch(text):
+        return name
+    return f"{name}-{hashlib.sha256(text.encode('utf-8', errors='backslashreplace')).hexdigest()[:10]}"
+
+
+CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+"""How files of a run folder are opened: no link is followed, no pipe waited for."""
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one.
+
+    Raises:
+        NotWrittenError: The system refused, as when the disk is full; the old file is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        # A new file, never one that lies there under this name.
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | CAREFULLY, 0o666))
+        mode = temporary.stat().st_mode
+        write(temporary)
+        temporary.chmod(mode)  # some writers make private files; a run folder is as open as the user's umask says
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise not_written(path, error) from None
+        raise
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def not_written(path: Path, error: OSError) -> NotWrittenError:
+    """Return the sentence about a file that the system would not take."""
+    return NotWrittenError(f"cannot write {path}: {error.strerror or error}")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a link, if it is there."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise NotWrittenError(f"cannot remove {path}: {error.strerror or error}") from None
+
+
+def append(file: int, data: bytes, path: Path) -> None:
+    """Write to the end of an open file, past all buffers: other processes see it at once."""
+    try:
+        while data:
+            data = data[os.write(file, data) :]
+    except OSError as error:
+        raise not_written(path, error) from None
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write text or bytes atomically."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    write_atomically(path, lambda file: _put(file, data))
+
+
+def _put(file: Path, data: bytes) -> None:
+    file.write_bytes(data)

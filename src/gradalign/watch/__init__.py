@@ -1,0 +1,1 @@
+"""Runs seen from elsewhere while they run."""
