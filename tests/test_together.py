@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import gradalign as ga
 from conftest import vector
-from exchanges import group_of, told
+from exchanges import group_of, told, who
 from gradalign.algorithms.plan import Blend, Plan, combine
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
