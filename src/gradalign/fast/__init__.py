@@ -235,8 +235,8 @@ class Group:
             if blend is None:
                 whole = [plan.written_out(self._dense(plan, one.client)) for plan, one in zip(plans, who, strict=True)]
                 return way.train(Neighbours(told, who, together, out), whole)
-            group = Neighbours(self._displaced(told, blend), who, together, out)
-            return way.train(group, [Plan()] * len(who), along=blend.own, gradients=gradients)
+            group = Neighbours(self._displaced(told, blend), who, together, out, blend.own, gradients)
+            return way.train(group, [Plan()] * len(who))
 
     def _split(
         self, told: Broadcast, who: Sequence[Participant], plans: Sequence[Plan]

@@ -16,19 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Update
+from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup
-from gradalign.fast.batches import (
-    Batches,
-    Neighbours,
-    client_losses,
-    gather,
-    nonfinite_members,
-    pad,
-    plan_batches,
-    take,
-)
+from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
 from gradalign.fast.products import own_product, shared_product, stepping_product
 
 COHORT = 25
@@ -91,7 +82,7 @@ class CohortTrainer:
 
     def gradients(self, group: Neighbours, cache: GradientCache | None) -> list[Gradient]:
         """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
-        inputs, targets, starts = gather(group.examples, self.dtype)
+        inputs, targets, starts = group.gathered(self.dtype)
         taken = group.gradient_rows(self.setup.seed)
         vectors, losses, right = self._gradients(group.told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
         if cache is not None:
@@ -120,21 +111,12 @@ class CohortTrainer:
         accuracies = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
         return torch.cat([each.flatten(1) for each in reversed(found)], dim=1), losses.detach().double(), accuracies
 
-    def train(
-        self,
-        group: Neighbours,
-        plans: Sequence[Plan],
-        *,
-        along: float = 0.0,
-        gradients: Sequence[CachedGradient] = (),
-    ) -> list[Update]:
-        """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``.
-
-        With ``gradients``, every client starts from x + along·g_i instead.
-        """
-        if gradients:
-            plans = [Plan(displacement=row) for row in along * torch.stack([own.vector for own in gradients])]
-        inputs, targets, starts = gather(group.examples, self.dtype)
+    def train(self, group: Neighbours, plans: Sequence[Plan]) -> list[Update]:
+        """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``."""
+        if group.gradients:
+            displacements = group.along * torch.stack([own.vector for own in group.gradients])
+            plans = [Plan(displacement=own) for own in displacements]
+        inputs, targets, starts = group.gathered(self.dtype)
         batches = plan_batches(self.setup, group, starts, self.dtype)
         with torch.enable_grad():
             stored, start, losses = self._walk(group.told, plans, inputs, targets, batches)
