@@ -16,22 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client import LocalTraining
-from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate
-from gradalign.client.flat import Point, all_finite
-from gradalign.fast.batches import (
-    Batches,
-    client_losses,
-    gather,
-    gradient_batches,
-    nonfinite_members,
-    pad,
-    plan_batches,
-    take,
-)
+from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Update
+from gradalign.client.flat import all_finite
+from gradalign.client.trainer import Setup
+from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
 from gradalign.fast.products import own_product, shared_product, stepping_product
-from gradalign.tasks.data import TensorExamples
-from gradalign.tasks.task import Task
 
 COHORT = 25
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -41,9 +30,8 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class CohortTrainer:
     """Trains cohorts of clients of one task."""
 
-    def __init__(self, task: Task, local: LocalTraining, seed: int, layers: list[nn.Module]) -> None:
-        self.task, self.local, self.seed = task, local, seed
-        self.layers = layers
+    def __init__(self, setup: Setup, layers: list[nn.Module]) -> None:
+        self.setup, self.local, self.layers = setup, setup.local, layers
         self.shapes = [p.shape for layer in layers for p in layer.parameters()]
         self.dtype = next(p.dtype for layer in layers for p in layer.parameters())
 
@@ -58,25 +46,16 @@ class CohortTrainer:
             offset += count
         return blocks
 
-    def _store(self, vectors: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Bring one flat vector per client (None: zero) into the stored order."""
-        clients, given = len(vectors), [vector for vector in vectors if vector is not None]
-        if len(given) == clients:
-            pieces = torch.stack(given).to(self.dtype).split([shape.numel() for shape in self.shapes], dim=1)
-            return torch.cat([piece.reshape(-1) for piece in pieces])
-        stored = torch.zeros(clients * like.numel(), dtype=self.dtype)
-        offset = 0
-        for shape, block in zip(self.shapes, self._blocks(stored, clients), strict=True):
-            for client, vector in enumerate(vectors):
-                if vector is not None:
-                    block[client].copy_(vector[offset : offset + shape.numel()].view(shape))
-            offset += shape.numel()
-        return stored
+    def _store(self, rows: Tensor) -> Tensor:
+        """Bring one row per client into the stored order."""
+        pieces = rows.to(self.dtype).split([shape.numel() for shape in self.shapes], dim=1)
+        return torch.cat([piece.reshape(-1) for piece in pieces])
 
-    def _spread(self, x: Tensor, clients: int) -> Tensor:
-        """Give every client the same vector, in the stored order."""
-        pieces = x.to(self.dtype).split([shape.numel() for shape in self.shapes])
-        return torch.cat([piece.expand(clients, -1).reshape(-1) for piece in pieces])
+    def _given(self, vectors: list[Tensor | None], like: Tensor) -> Tensor | None:
+        """Bring what plans give for each client (None: zero) into the stored order."""
+        if all(vector is None for vector in vectors):
+            return None
+        return self._store(torch.stack([torch.zeros_like(like) if vector is None else vector for vector in vectors]))
 
     def _unstore(self, stored: Tensor, clients: int) -> Tensor:
         """Return one row per client."""
@@ -101,149 +80,65 @@ class CohortTrainer:
             leaf.grad = view
         return leaves
 
-    def gradients(
-        self,
-        point: Point,
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        round_index: int,
-        limit: int | None,
-    ) -> list[ClientGradient]:
+    def gradients(self, group: Neighbours, cache: GradientCache | None) -> list[Gradient]:
         """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
-        vectors, losses, accuracy, counts = self._gradients(point, examples, clients, round_index, limit)
-        return [
-            ClientGradient(gradient=vectors[i], loss=float(losses[i]), accuracy=float(accuracy[i]), examples=counts[i])
-            for i in range(len(clients))
-        ]
+        inputs, targets, starts = group.gathered(self.dtype)
+        taken = group.gradient_rows(self.setup.seed)
+        vectors, losses, right = self._gradients(group.told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
+        if cache is not None:
+            for one, vector in zip(group.who, vectors, strict=True):
+                cache.put(one.client, vector)
+        counts, accuracies = [len(rows) for rows in taken], right.tolist()
+        if group.told.one_by_one:
+            own = _written(list(vectors), group.out)
+            return [group.gradient(v, losses, counts, accuracies, slice(i, i + 1)) for i, v in enumerate(own)]
+        total = torch.mv(vectors.T, group.weights(self.dtype), out=group.sum)
+        if not all_finite(total):
+            losses = losses.masked_fill(nonfinite_members([vectors]), math.nan)
+        return [group.gradient(total, losses, counts, accuracies)]
 
     def _gradients(
-        self,
-        point: Point,
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        round_index: int,
-        limit: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Return the clients' gradients, a row for each, their losses, accuracies and numbers of examples."""
-        inputs, targets, starts = gather(examples, self.dtype)
-        taken = gradient_batches(examples, clients, limit, self.seed, round_index)
-        rows, weights = pad(taken, starts, self.dtype)
-        labels = take(targets, rows)
-        found: list[Tensor] = []
+        self, x: Tensor, inputs: Tensor, targets: Tensor, rows: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the clients' gradients, a row for each, their losses and accuracies."""
+        labels, found = take(targets, rows), list[Tensor]()
         with torch.enable_grad():
-            shared = [block[0] for block in self._blocks(point.x.to(self.dtype), 1)]
+            shared = [block[0] for block in self._blocks(x.to(self.dtype), 1)]
             outputs = self._outputs(shared, take(inputs, rows), partial(shared_product, found=found))
             losses = client_losses(outputs, labels, weights)
             losses.sum().backward()
         right = (outputs.detach().argmax(dim=2) == labels).double()
-        accuracy = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
-        vectors = torch.cat([each.flatten(1) for each in reversed(found)], dim=1)
-        return vectors, losses.detach().double(), accuracy, [len(own) for own in taken]
+        accuracies = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
+        return torch.cat([each.flatten(1) for each in reversed(found)], dim=1), losses.detach().double(), accuracies
 
-    def gradient_sum(
-        self,
-        point: Point,
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        weights: Sequence[float],
-        *,
-        round_index: int,
-        limit: int | None,
-        out: Tensor,
-        shelves: Sequence[Tensor],
-    ) -> GroupGradient:
-        """Write Σ w_i ∇f_i(x) to ``out``, and put every client's own gradient on its shelf."""
-        vectors, losses, _, counts = self._gradients(point, examples, clients, round_index, limit)
-        for shelf, vector in zip(shelves, vectors, strict=True):
-            shelf[: len(vector)].copy_(vector)
-        torch.mv(vectors.T, torch.tensor(weights, dtype=self.dtype), out=out)
-        if not all_finite(out):
-            losses = losses.masked_fill(nonfinite_members([vectors]), math.nan)
-        return GroupGradient(gradient=out, losses=losses.tolist(), examples=sum(counts))
-
-    def train(
-        self,
-        point: Point,
-        plans: Sequence[Plan],
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        *,
-        round_index: int,
-        lr: float,
-    ) -> list[ClientUpdate]:
-        """Execute every client's plan from the server's point; same arithmetic as ``LocalTrainer.train``."""
-        count = len(clients)
-        stored, start, losses, batches = self._train(point, plans, examples, clients, round_index, lr)
-        updates = self._unstore(stored - start, count)
-        empty = torch.empty(0, dtype=self.dtype), torch.empty(0, dtype=torch.int64)
-        return [
-            ClientUpdate(
-                update=updates[i],
-                floats=empty[0],
-                ints=empty[1],
-                loss=float(losses[i]) / batches.steps[i],
-                steps=batches.steps[i],
-                examples=batches.seen[i],
-                total_step_size=self.local.total_step_size(lr, batches.steps[i]),
-            )
-            for i in range(count)
-        ]
-
-    def train_sum(
-        self,
-        point: Point,
-        plans: Sequence[Plan],
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        weights: Sequence[float],
-        *,
-        round_index: int,
-        lr: float,
-        out: Tensor,
-        along: float = 0.0,
-        shelves: Sequence[Tensor] = (),
-    ) -> GroupUpdate:
-        """Execute every client's plan from the server's point; write Σ w_i Δ_i to ``out``.
-
-        With ``shelves``, every client starts from x + along·g_i instead, its gradient being on its shelf.
-        """
-        count = len(clients)
-        if shelves:
-            length = len(point.x)
-            plans = [Plan(displacement=row) for row in along * torch.stack([shelf[:length] for shelf in shelves])]
-        stored, start, losses, batches = self._train(point, plans, examples, clients, round_index, lr)
-        shares = torch.tensor(weights, dtype=self.dtype)
-        blocks = self._blocks(stored.sub_(start), count)
-        torch.cat([shares @ block.view(count, -1) for block in blocks], out=out)
-        if not all_finite(out):
-            losses = losses.masked_fill(nonfinite_members(blocks), math.nan)
-        return batches.report(out, weights, losses)
-
-    def _train(
-        self,
-        point: Point,
-        plans: Sequence[Plan],
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        round_index: int,
-        lr: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Batches]:
-        """Lay out the batches and take all steps; return the end, the start, the summed losses and the batches."""
-        inputs, targets, starts = gather(examples, self.dtype)
-        sizes = [len(one) for one in examples]
-        batches = plan_batches(self.local, self.seed, sizes, starts, clients, round_index=round_index, dtype=self.dtype)
+    def train(self, group: Neighbours, plans: Sequence[Plan]) -> list[Update]:
+        """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``."""
+        if group.gradients:
+            displacements = group.along * torch.stack([own.vector for own in group.gradients])
+            plans = [Plan(displacement=own) for own in displacements]
+        inputs, targets, starts = group.gathered(self.dtype)
+        batches = plan_batches(self.setup, group, starts, self.dtype)
         with torch.enable_grad():
-            return *self._walk(point, plans, inputs, targets, batches, lr), batches
+            stored, start, losses = self._walk(group.told, plans, inputs, targets, batches)
+        stored, count = stored.sub_(start), len(plans)
+        if group.told.one_by_one:
+            rows = _written(list(self._unstore(stored, count)), group.out)
+            return [group.update(row, losses, batches, self.local, slice(i, i + 1)) for i, row in enumerate(rows)]
+        blocks, shares, total = self._blocks(stored, count), group.weights(self.dtype), group.sum
+        torch.cat([shares @ block.view(count, -1) for block in blocks], out=total)
+        if not all_finite(total):
+            losses = losses.masked_fill(nonfinite_members(blocks), math.nan)
+        return [group.update(total, losses, batches, self.local)]
 
     def _walk(
-        self, point: Point, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches, lr: float
+        self, told: Broadcast, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take all steps; return the end, the start (both stored) and each client's summed loss."""
-        count, local = len(plans), self.local
+        count, local, lr = len(plans), self.local, told.lr
         pull, inside = plans[0].pull, plans[0].every_step  # one algorithm plans for all clients of a round
-        y = self._spread(point.x, count)
-        shift = self._given([plan.displacement for plan in plans], point.x)
-        constant = self._given([plan.correction for plan in plans], point.x)
+        y = self._store(told.point.x.expand(count, -1))
+        shift = self._given([plan.displaced(None) for plan in plans], told.point.x)
+        constant = self._given([plan.correction for plan in plans], told.point.x)
         if pull:
             constant = -pull * y if constant is None else constant - pull * y
         inside = inside and shift is not None
@@ -268,7 +163,7 @@ class CohortTrainer:
             if local.momentum:
                 velocity = direction.clone() if velocity is None else velocity.mul_(local.momentum).add_(direction)
             move = direction if velocity is None else velocity
-            z.add_(move if active is None else self._spread_scalars(active) * move, alpha=-lr)
+            z.add_(move if active is None else self._scaled(move.clone(), active), alpha=-lr)
         return z, start, total
 
     def _walk_bare(self, z: Tensor, count: int, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Tensor:
@@ -283,12 +178,11 @@ class CohortTrainer:
             total += losses.detach()
         return total
 
-    def _given(self, vectors: list[Tensor | None], like: Tensor) -> Tensor | None:
-        return None if all(vector is None for vector in vectors) else self._store(vectors, like)
-
-    def _spread_scalars(self, scalars: Tensor) -> Tensor:
-        """Return one number per client as a stored vector."""
-        return torch.cat([scalars.unsqueeze(1).expand(-1, shape.numel()).reshape(-1) for shape in self.shapes])
+    def _scaled(self, stored: Tensor, factors: Tensor) -> Tensor:
+        """Multiply every client's part of a stored vector by a number, in place."""
+        for block in self._blocks(stored, len(factors)):
+            block.mul_(factors.view(-1, *[1] * (block.ndim - 1)))
+        return stored
 
     def _direction(
         self,
@@ -313,8 +207,13 @@ class CohortTrainer:
             direction.zero_()
             losses.sum().backward()
             norms = torch.linalg.vector_norm(self._unstore(direction, len(losses)), dim=1)
-            direction.mul_(self._spread_scalars((clip / norms).clamp(max=1.0)))
+            self._scaled(direction, (clip / norms).clamp(max=1.0))
             direction.add_(y, alpha=decay)
             if constant is not None:
                 direction.add_(constant)
         return losses.detach().double()
+
+
+def _written(vectors: list[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
+    """Return the vectors, in these places when there are any."""
+    return vectors if out is None else [row.copy_(own) for row, own in zip(out, vectors, strict=False)]
