@@ -18,6 +18,7 @@ from gradalign.algorithms.rules import ServerRule
 from gradalign.checks import flag, real, whole
 from gradalign.client import LocalTraining
 from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import Setup
 from gradalign.devices import check_device
 from gradalign.engines import Engine
 from gradalign.engines.distributed import DistributedEngine
@@ -200,6 +201,7 @@ def make_engine(federation: Federation, where: RunOptions) -> Engine:
         device=where.device,
         fast=federation.fast,
         clients_per_round=federation.per_round,
+        algorithm=federation.algorithm,
     )
 
 
@@ -214,7 +216,15 @@ def _distributed_engine(federation: Federation, where: RunOptions) -> Distribute
     device = where.device
     if torch.device(device).type == "cuda" and torch.device(device).index is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return DistributedEngine(federation.task, federation.local, federation.seed, device, fast=federation.fast)
+    setup = Setup(
+        task=federation.task,
+        local=federation.local,
+        seed=federation.seed,
+        device=device,
+        fast=federation.fast,
+        algorithm=federation.algorithm,
+    )
+    return DistributedEngine(setup)
 
 
 def _follow(federation: Federation, engine: DistributedEngine) -> Result:
