@@ -1,6 +1,6 @@
 """The Flower engine: a client's work is a message, and its answer is one, too, if it comes.
 
-Clients hold what is theirs (``gradalign.flower.memory``) and make their own plans. The server sends x once, ḡ and s. It
+Clients hold what is theirs (``ClientRound``) and make their own plans. The server sends x once, ḡ and s. It
 can work out every k_i from the Δ_i it has seen, and does, so that a run goes on to the same bits when a client lost
 its state: the k_i is then sent along. What the server works out is what counts: an order has digests of it.
 A client that fails in any way is left out of the phase, with a reason.
@@ -24,8 +24,7 @@ from gradalign.client.flat import Point
 from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
 from gradalign.flower.client import client_app
-from gradalign.flower.exchange import Answers, Exchange, Patience, Roster, logger
-from gradalign.flower.grid import InProcessGrid
+from gradalign.flower.exchange import Answers, Exchange, InProcessGrid, Patience, Roster, logger
 from gradalign.flower.messages import (
     DIFFERS,
     GRADIENT,

@@ -1,4 +1,4 @@
-"""Sending messages and collecting replies, with an end to every wait; and finding out which node holds whose data."""
+"""Messages and replies with an end to every wait, who is on which node, and a grid of nodes in this process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
 
 from gradalign.errors import GradalignError
-from gradalign.flower.client import PARTITION, PARTITIONS
-from gradalign.flower.messages import EXAMPLES, METRICS, QUERY
+from gradalign.flower.messages import EXAMPLES, METRICS, PARTITION, PARTITIONS, QUERY
 
 # A child of Flower's own logger: what is said here stands beside what Flower says, in the same form.
 logger = logging.getLogger("flwr.gradalign")
@@ -227,3 +232,84 @@ class Roster:
             waited = self._patience.connect_seconds
             logger.warning("after %g s, %d of %d clients are connected", waited, len(here()), len(clients))
         return here()
+
+
+class InProcessGrid(Grid):
+    """Runs a ClientApp for many clients without Ray, SuperLink or waiting.
+
+    What a real grid gives is given here, too: random-looking node ids, a context with a state for each node, and an
+    error reply in place of an exception. A message is answered when it is pushed, so a timeout cannot cut it short.
+    """
+
+    def __init__(self, app: ClientApp, clients: int, *, run_id: int = 1) -> None:
+        self._app, self._clients, self._run_id = app, clients, run_id
+        self._contexts: dict[int, Context] = {}
+        self._replies: dict[str, Message] = {}
+        self._numbers = count(1)
+        # Flower writes the running task into every message, and has one only in processes that it started itself.
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
+
+    def set_run(self, run: Run) -> None:
+        """Take another run's id."""
+        self._run_id = run.run_id
+
+    @property
+    def run(self) -> Run:
+        """The run, of which only the id is known."""
+        return Run.create_empty(self._run_id)
+
+    def node_id(self, client: int) -> int:
+        """Return the node of a client: an odd multiplier modulo 2⁶² shuffles the numbers and loses none."""
+        return (client + 1) * 0x9E3779B97F4A7C15 % 2**62
+
+    @cached_property
+    def _client_of(self) -> dict[int, int]:
+        return {self.node_id(client): client for client in range(self._clients)}
+
+    def get_node_ids(self) -> list[int]:
+        """Return all nodes."""
+        return list(self._client_of)
+
+    def context(self, client: int) -> Context:
+        """Return a client's context, made when it is first needed."""
+        if client not in self._contexts:
+            self._contexts[client] = Context(
+                run_id=self._run_id,
+                node_id=self.node_id(client),
+                node_config={PARTITION: client, PARTITIONS: self._clients},
+                state=RecordDict(),
+                run_config={},
+            )
+        return self._contexts[client]
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Return a message; kept because Flower's interface asks for it."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Have every message answered; return their ids."""
+        ids = []
+        for message in messages:
+            message_id = f"message-{next(self._numbers)}"
+            message.metadata.__dict__["_message_id"] = message_id  # as Flower's own grids do
+            self._replies[message_id] = self.answer(message, self._client_of[message.metadata.dst_node_id])
+            ids.append(message_id)
+        return ids
+
+    def answer(self, message: Message, client: int) -> Message:
+        """Return the client's reply, or the error that Flower makes of what it raised."""
+        try:
+            return self._app(message, self.context(client))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies to these messages."""
+        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Have messages answered and return the replies."""
+        return self.pull_messages(self.push_messages(messages))

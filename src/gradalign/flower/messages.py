@@ -14,8 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
 from gradalign import algorithms
@@ -30,6 +32,9 @@ ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
 QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
 LOST, DIFFERS = "memory-lost", "memory-differs"
 EXAMPLES, SEEN, UNREAD = "num-examples", "examples-seen", "settings-unread"
+TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"
+PARTITION, PARTITIONS = "partition-id", "num-partitions"
+_ON_UPDATE = ("update", "gradient")
 
 
 class BadReplyError(GradalignError):
@@ -96,14 +101,10 @@ def describe_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
     return tuple({"name": part.label} | dataclasses.asdict(part) for part in algorithm.parts)
 
 
-def known_algorithms(more: Iterable[type[Algorithm]]) -> dict[str, type[Algorithm]]:
-    """Return the algorithms that a server may name: the built-in ones and these."""
+def build_parts(parts: Iterable[Mapping[str, Any]], more: Iterable[type[Algorithm]]) -> Combination:
+    """Return the algorithm that an order describes, of built-in classes and these; the server's rule stays there."""
     built_in = [kind for kind in vars(algorithms).values() if isinstance(kind, type) and issubclass(kind, Algorithm)]
-    return {kind.__name__.lower(): kind for kind in (*built_in, *more)}
-
-
-def build_parts(parts: Iterable[Mapping[str, Any]], known: Mapping[str, type[Algorithm]]) -> Combination:
-    """Return the algorithm that an order describes; the server's rule stays at the server."""
+    known = {kind.__name__.lower(): kind for kind in (*built_in, *more)}
     made: list[Algorithm] = []
     for part in parts:
         name = str(part["name"])
@@ -241,5 +242,50 @@ def read_update(message: Message, point: Point) -> ClientUpdate:
         loss=_number(metrics, "loss"),
         steps=int(_number(metrics, "steps")),
         examples=_seen(metrics),
-        total_step_size=_number(metrics, "travel"),
+        total_step_size=_number(metrics, OLD_TOTAL_STEP_SIZE if OLD_TOTAL_STEP_SIZE in metrics else TOTAL_STEP_SIZE),
     )
+
+
+def on_update(mod: Mod, *, gradients: bool = True) -> Mod:
+    """Return a Flower mod that applies ``mod`` to Δ_i, and to g_i in the gradient phase; buffers pass untouched.
+
+    Flower's privacy mods expect one ArrayRecord each way with the same names, and take the difference of the two for
+    the update. Ours go down with x and ḡ and come up with the update itself. So the mod is shown what it expects:
+    zeros going down, the update coming up. The difference is then the update, to the bit.
+
+    Args:
+        mod: For example ``fixedclipping_mod``, ``adaptiveclipping_mod`` or ``LocalDpMod(...)``.
+        gradients: Whether g_i goes through the mod, too. A g_i sent as it is says as much about the data as Δ_i.
+    """
+
+    def adapted(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        kind = message.metadata.message_type
+        if not (kind == TRAIN or (gradients and kind.startswith(f"{TRAIN}."))):
+            return call_next(message, context)
+        reply = call_next(message, context)
+        if reply.has_error() or ARRAYS not in reply.content.array_records:
+            return reply
+        arrays = reply.content.array_records[ARRAYS]
+        carried = {name: array for name, array in arrays.items() if name in _ON_UPDATE}
+        rest = {name: array for name, array in arrays.items() if name not in _ON_UPDATE}
+        zeros = {name: Array(np.zeros_like(array.numpy())) for name, array in carried.items()}
+
+        def shown_reply(_: Message, __: Context) -> Message:
+            reply.content[ARRAYS] = ArrayRecord(carried)
+            return reply
+
+        seen = _shown(message, zeros)
+        answer = mod(seen, context, shown_reply)
+        if not answer.has_error():
+            answer.content[ARRAYS] = ArrayRecord({**answer.content.array_records[ARRAYS], **rest})
+        return answer
+
+    return adapted
+
+
+def _shown(message: Message, arrays: dict[str, Array]) -> Message:
+    """Return the message as a mod expects it: the same order, other arrays."""
+    content = RecordDict({ARRAYS: ArrayRecord(arrays), CONFIG: message.content.config_records[CONFIG]})
+    shown = Message(content, reply_to=message)
+    shown.metadata.__dict__.update(message.metadata.__dict__)  # so that an error reply finds its way
+    return shown

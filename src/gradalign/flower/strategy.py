@@ -1,15 +1,16 @@
-"""The server's side: what goes into a Flower ServerApp."""
+"""The server's side: what goes into a Flower ServerApp, and clients whose data is elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.serverapp import Grid
-from torch import nn
+from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
@@ -19,13 +20,44 @@ from gradalign.devices import check_device
 from gradalign.errors import GradalignError
 from gradalign.flower.engine import FlowerEngine
 from gradalign.flower.exchange import Exchange, Patience, Roster, logger
-from gradalign.flower.remote import RemoteClients
 from gradalign.recipes.build import make_federation
 from gradalign.server.describe import describe
 from gradalign.server.federation import Federation
 from gradalign.server.measure import Measure, Row
 from gradalign.server.runner import CHECKPOINT_SECONDS, Result
+from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
+
+
+class _RemoteExamples(Examples):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def batch(self, index: Tensor) -> Any:
+        """Refuse: the examples are at the client."""
+        raise GradalignError("the client's examples are on its own node, not on the server")
+
+
+class RemoteClients(Sequence[Examples]):
+    """The clients as the server sees them; ``sizes`` may grow while nodes connect."""
+
+    elsewhere = True  # their data is not looked at here
+
+    def __init__(self, total: int, sizes: Mapping[int, int]) -> None:
+        self._total, self._sizes = total, sizes
+
+    def __len__(self) -> int:
+        return self._total
+
+    def weight(self, client: int) -> float:
+        """Return how many examples a client has; NaN while it has not said so, which no average takes for a number."""
+        return float(self._sizes.get(client, math.nan))
+
+    def __getitem__(self, client: Any) -> Any:
+        return _RemoteExamples(self._sizes.get(client, 1))
 
 
 class AlignedStrategy:
