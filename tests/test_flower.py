@@ -26,6 +26,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDic
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 
 import gradalign.flower as gf
+from gradalign.algorithms import LargeBatchGradAlign
 from gradalign.cli.app import app
 from gradalign.runs.folder import read_metrics
 
@@ -60,7 +61,7 @@ def test_the_bits_of_the_local_engine(name):
 @pytest.mark.parametrize(
     ("algorithm", "local"),
     [
-        (ga.GradAlign(beta=0.1), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=8)),
+        (LargeBatchGradAlign(beta=0.1), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=8)),
         (ga.LinearScaling(), ga.LocalTraining(lr=0.02, batch_size=8)),
         (
             ga.FedGA(beta=0.1) + ga.Scaffold(control="kept"),

@@ -305,7 +305,10 @@ def test_beta_is_checked_wherever_it_comes_from():
         (lambda inner: ga.GradAlign(inner, 0.1, 2), "too many positional arguments"),
         (lambda inner: ga.GradAlign(inner, betas=0.1), "missing a required argument: 'beta'"),
         (lambda inner: ga.GradAlign(inner, 0.1, everyone=2), "unexpected keyword argument 'everyone'"),
-        (lambda inner: ga.GradAlign(0.1), "wraps a torch.optim optimizer, got float; without one it is LargeBatchGradAlign(beta"),
+        (
+            lambda inner: ga.GradAlign(0.1),
+            "wraps a torch.optim optimizer, got float; without one it is LargeBatchGradAlign(beta",
+        ),
         (lambda inner: ga.GradAlign(inner, 0.1, every=1.5), "every must be at least 1"),
     ],
 )

@@ -140,10 +140,11 @@ class _TaskClient:
         order, examples = work.order, self.examples(context, work.order.seed)
         with one_thread():
             trainer, like = self._prepare(context, order)
-            point = work.point(like)
-            plan = work.plan(point.x, self._algorithms)
-            done = trainer.train(point, plan, examples, client=order.client, round_index=order.round, lr=order.lr)
-        work.remember_update(done.update.cpu(), done.total_step_size)
+            told = work.broadcast(work.point(like), self._algorithms)
+            who = work.participant(told)
+            plan = work.plan(told, who)
+            done = trainer.train(told.point, plan, examples, client=order.client, round_index=order.round, lr=order.lr)
+        work.remember_update(told, who, done.update.cpu(), done.total_step_size)
         numbers = {"loss": done.loss, "steps": done.steps, TOTAL_STEP_SIZE: done.total_step_size}
         numbers |= {EXAMPLES: len(examples), SEEN: done.examples}
         return reply(message, {"update": done.update, "floats": done.floats, "ints": done.ints}, numbers)

@@ -11,8 +11,9 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from torch import Tensor, nn
 
-from gradalign.algorithms.plan import Algorithm, ClientView, Plan
+from gradalign.algorithms.plan import Algorithm, Plan
 from gradalign.client import LocalTraining
+from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel, Point
 from gradalign.errors import GradalignError
 from gradalign.flower.messages import (
@@ -23,7 +24,7 @@ from gradalign.flower.messages import (
     TOTAL_STEP_SIZE,
     UNREAD,
     Order,
-    build_parts,
+    algorithm_of,
     digest,
     received_point,
     received_vector,
@@ -76,8 +77,7 @@ class ClientRound:
         self.order = Order.of(message)
         self._message, self._context = message, context
         self._arrays = message.content.array_records[ARRAYS]
-        self._views: dict[str, ClientView] = {}
-        self.keepers: tuple[Algorithm, ...] = ()
+        self._gradient: Tensor | None = None
 
     def _tag(self, round_index: int) -> str:
         # A state can outlive a run (Flower's run series); another run's vectors must not be taken for this one's.
@@ -123,36 +123,43 @@ class ClientRound:
 
         _remember_as_sent("gradient", gradient, put)
 
-    def plan(self, x: Tensor, algorithms: Iterable[type[Algorithm]]) -> Plan:
-        """Make the plan from what the server sent and what this client holds."""
-        order = self.order
-        algorithm = build_parts(order.parts, algorithms)
-        zero = torch.zeros_like(x)
-        gradient = self._held("gradient", _GRADIENT, self._gradient_name, x) if algorithm.needs_gradients else None
-        for part in algorithm.parts:
-            shared, kept = received_vector(self._message, f"shared.{part.label}", x), None
-            last = order.memory.get(part.label, -1)
-            if part.keeps and (last >= 0 or f"kept.{part.label}" in self._arrays):
-                kept = self._held(f"kept.{part.label}", _KEPT, f"{part.label}@{self._tag(last)}", x)
-            self._views[part.label] = ClientView(
-                x=x,
-                lr=order.lr,
-                weight=order.weight,
-                participants=order.participants,
-                gradient=gradient,
-                mean_gradient=received_vector(self._message, "mean_gradient", x),
-                kept=zero if kept is None else kept,
-                shared=zero if shared is None else shared,
-            )
-        self.keepers = algorithm.keepers
-        return algorithm.plan(dict(self._views))
+    def broadcast(self, point: Point, algorithms: Iterable[type[Algorithm]] = ()) -> Broadcast:
+        """Return what the server says to all clients of this phase."""
+        order, x = self.order, point.x
+        algorithm = algorithm_of(order, algorithms)
+        shared = {part.label: received_vector(self._message, f"shared.{part.label}", x) for part in algorithm.parts}
+        return Broadcast(
+            point=point,
+            round=order.round,
+            algorithm=algorithm,
+            lr=order.lr,
+            gradient_examples=order.limit,
+            participants=order.participants,
+            mean=received_vector(self._message, "mean_gradient", x),
+            shared={label: torch.zeros_like(x) if vector is None else vector for label, vector in shared.items()},
+        )
 
-    def remember_update(self, update: Tensor, total_step_size: float) -> None:
+    def participant(self, told: Broadcast) -> Participant:
+        """Return what the server knows of this client, its k_i as the server has it."""
+        order, kept = self.order, {}
+        for part in told.algorithm.keepers:
+            name, last = f"kept.{part.label}", order.memory.get(part.label, -1)
+            if last >= 0 or name in self._arrays:
+                kept[part.label] = self._held(name, _KEPT, f"{part.label}@{self._tag(last)}", told.point.x)
+        return Participant(client=order.client, share=order.weight, kept=kept)
+
+    def plan(self, told: Broadcast, who: Participant) -> Plan:
+        """Make this client's plan, with its g_i as the server has it."""
+        if told.algorithm.needs_gradients:
+            self._gradient = self._held("gradient", _GRADIENT, self._gradient_name, told.point.x)
+        return told.plan(who, self._gradient).written_out(self._gradient)
+
+    def remember_update(self, told: Broadcast, who: Participant, update: Tensor, total_step_size: float) -> None:
         """Remember k_i⁺ beside the k_i that the server knows of."""
 
         def put(sent: Tensor) -> None:
-            for part in self.keepers:
-                view, last = self._views[part.label], self.order.memory.get(part.label, -1)
+            for part in told.algorithm.keepers:
+                view, last = told.view(part.label, who, self._gradient), self.order.memory.get(part.label, -1)
                 versions = {self.order.round: part.keep(view, sent, total_step_size)}
                 if last >= 0:
                     versions[last] = view.memory()[0]
@@ -160,7 +167,7 @@ class ClientRound:
                 fresh = {f"{part.label}@{self._tag(index)}": to_array(vector) for index, vector in versions.items()}
                 self._context.state[_KEPT] = ArrayRecord(others | fresh)
 
-        if self.keepers:
+        if told.algorithm.keepers:
             _remember_as_sent("update", update, put)
 
 
@@ -228,9 +235,10 @@ class LocalRound:
         object.__setattr__(self._local, "lr", order.lr)  # unchecked: a schedule may pass through 0
         self._message, self._flat, self._steps = message, FlatModel(model), 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        point = self._work.point(self._flat.read())
-        plan = self._work.plan(point.x, algorithms)
-        self._flat.load(point)
+        self._told = self._work.broadcast(self._work.point(self._flat.read()), algorithms)
+        self._who = self._work.participant(self._told)
+        plan = self._work.plan(self._told, self._who)
+        self._flat.load(self._told.point)
         model.train()
         self._pull, self._constant = plan.pull, self._on_device(plan.correction)
         if plan.pull:
@@ -297,10 +305,10 @@ class LocalRound:
         update = self._flat.vector - self._start
         floats, ints = self._flat.read_buffers()
         if total_step_size is None:
-            if not self._steps and self._work.keepers:
+            if not self._steps and self._told.algorithm.keepers:
                 raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
             total_step_size = self.lr * self._steps
-        self._work.remember_update(update.cpu(), total_step_size)
+        self._work.remember_update(self._told, self._who, update.cpu(), total_step_size)
         numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen}
         vectors = {"update": update, "floats": floats, "ints": ints}
         answer = reply(self._message, vectors, numbers | {TOTAL_STEP_SIZE: total_step_size})

@@ -20,9 +20,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
-from gradalign import algorithms
+from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination
-from gradalign.algorithms.rules import ServerRule
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import ClientGradient, ClientUpdate
 from gradalign.client.flat import Point, all_finite
@@ -96,25 +95,23 @@ class Order:
             raise GradalignError(f"this message is not from a gradalign server: {error}") from None
 
 
-def describe_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
+def named_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
     """Return an algorithm whose schedules are resolved as plain values."""
-    return tuple({"name": part.label} | dataclasses.asdict(part) for part in algorithm.parts)
+    return tuple({"name": label} | values for label, values in algorithm.values().items())
 
 
-def build_parts(parts: Iterable[Mapping[str, Any]], more: Iterable[type[Algorithm]]) -> Combination:
-    """Return the algorithm that an order describes, of built-in classes and these; the server's rule stays there."""
-    built_in = [kind for kind in vars(algorithms).values() if isinstance(kind, type) and issubclass(kind, Algorithm)]
-    known = {kind.__name__.lower(): kind for kind in (*built_in, *more)}
-    made: list[Algorithm] = []
-    for part in parts:
-        name = str(part["name"])
+def algorithm_of(order: Order, more: Iterable[type[Algorithm]]) -> Combination:
+    """Return the algorithm that an order names, of built-in classes and these; the server's rule stays there."""
+    known = {label: kind for label, kind in known_algorithms().items() if kind.__module__.startswith("gradalign.")}
+    known |= {kind.label: kind for kind in more}
+    values = {str(part["name"]): {key: part[key] for key in part if key != "name"} for part in order.parts}
+    for name in values:
         if name not in known:
             raise GradalignError(
                 f'this client does not know the algorithm "{name}" (it knows {", ".join(known)}); install the '
                 "server's version of gradalign here, or give client_app(algorithms=...) your own algorithm"
             )
-        made.append(known[name](**{key: value for key, value in part.items() if key != "name"}))
-    return Combination(tuple(made), ServerRule())
+    return Combination.from_values(values, known)
 
 
 def point_arrays(point: Point) -> dict[str, Array]:

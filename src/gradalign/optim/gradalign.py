@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradalign.algorithms import GradAlign as LargeBatchGradAlign
+from gradalign.algorithms import LargeBatchGradAlign
 from gradalign.errors import GradalignError
 from gradalign.optim.beta import as_plain, from_plain
 from gradalign.optim.closures import ClosureStep
