@@ -10,10 +10,9 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from gradalign.algorithms.plan import Algorithm
-from gradalign.client.flat import Point
-from gradalign.client.trainer import LocalTrainer
-from gradalign.engines.local import one_thread
+from gradalign.client.trainer import ClientTrainer, Setup, one_thread
 from gradalign.errors import GradalignError
+from gradalign.fast import client_trainer
 from gradalign.flower.client_round import ClientRound, MemoryLostError, leaving
 from gradalign.flower.messages import (
     EXAMPLES,
@@ -90,7 +89,8 @@ class _TaskClient:
     ) -> None:
         self._source, self._algorithms, self._device = source, list(algorithms), device
         self._made: tuple[str, Task] | None = None
-        self._trainer: tuple[LocalTrainer, Point] | None = None
+        self._trainer: ClientTrainer | None = None
+        self._trained_with: tuple[object, ...] = ()
 
     def task(self, context: Context) -> Task:
         """Return the task of this node."""
@@ -112,42 +112,40 @@ class _TaskClient:
             raise GradalignError(f"{PARTITION} is {client}, but the task {task.name} has {len(task.clients)} clients")
         return task.client(client, seed)
 
-    def _prepare(self, context: Context, order: Order) -> tuple[LocalTrainer, Point]:
-        task = self.task(context)
-        made = self._trainer
+    def _begin(self, message: Message, context: Context) -> tuple[ClientTrainer, ClientRound, Examples]:
+        """Return what an order needs: the trainer, made once, the order with this client's memory, and its examples."""
+        order, task = Order.of(message), self.task(context)
         wanted = (order.local, order.seed, order.fast)
-        if made is None or made[0].task is not task or (made[0].local, made[0].seed, made[0].fast) != wanted:
-            trainer = LocalTrainer(task, order.local, order.seed, self._device, fast=order.fast)
-            made = self._trainer = (trainer, trainer.flat.read())
-        return made
+        if self._trainer is None or self._trainer.task is not task or self._trained_with != wanted:
+            setup = Setup(task=task, local=order.local, seed=order.seed, device=self._device, fast=order.fast)
+            self._trainer, self._trained_with = client_trainer(setup), wanted
+            self._like = self._trainer.flat.read()
+        work = ClientRound(message, context, self._like, self._algorithms)
+        return self._trainer, work, self.examples(context, order.seed)
 
     def gradient(self, message: Message, context: Context) -> Message:
         """Answer the gradient phase: g_i at the server's point, remembered for this round's training."""
-        work = ClientRound(message, context)
-        order, examples = work.order, self.examples(context, work.order.seed)
         with one_thread():
-            trainer, like = self._prepare(context, order)
-            found = trainer.gradient(
-                work.point(like), examples, client=order.client, round_index=order.round, limit=order.limit
-            )
-        work.remember_gradient(found.gradient.cpu())
-        numbers = {"loss": found.loss, "accuracy": found.accuracy, EXAMPLES: len(examples), SEEN: found.examples}
-        return reply(message, {"gradient": found.gradient}, numbers)
+            trainer, work, examples = self._begin(message, context)
+            found = trainer.gradient(work.told, work.who, examples)
+        work.remember_gradient(found.vector.cpu())
+        numbers = {"loss": found.losses[0], "accuracy": found.accuracies[0]}
+        numbers |= {EXAMPLES: len(examples), SEEN: found.examples}
+        return reply(message, {"gradient": found.vector}, numbers)
 
     def train(self, message: Message, context: Context) -> Message:
         """Answer the training phase: make the plan, carry it out, report Δ_i."""
-        work = ClientRound(message, context)
-        order, examples = work.order, self.examples(context, work.order.seed)
         with one_thread():
-            trainer, like = self._prepare(context, order)
-            told = work.broadcast(work.point(like), self._algorithms)
-            who = work.participant(told)
-            plan = work.plan(told, who)
-            done = trainer.train(told.point, plan, examples, client=order.client, round_index=order.round, lr=order.lr)
-        work.remember_update(told, who, done.update.cpu(), done.total_step_size)
-        numbers = {"loss": done.loss, "steps": done.steps, TOTAL_STEP_SIZE: done.total_step_size}
-        numbers |= {EXAMPLES: len(examples), SEEN: done.examples}
-        return reply(message, {"update": done.update, "floats": done.floats, "ints": done.ints}, numbers)
+            trainer, work, examples = self._begin(message, context)
+            taken = 0
+            if work.gradient is None and work.told.algorithm.uses_own_gradient:  # without a trip to the server
+                own = trainer.gradient(work.told, work.who, examples)
+                work.gradient, taken = own.vector.cpu(), own.examples
+            done = trainer.train(work.told, work.who, work.plan(), examples)
+        work.remember_update(done.vector.cpu(), done.total_step_sizes[0])
+        numbers = {"loss": done.losses[0], "steps": done.steps[0], TOTAL_STEP_SIZE: done.total_step_sizes[0]}
+        numbers |= {EXAMPLES: len(examples), SEEN: done.examples + taken}
+        return reply(message, {"update": done.vector, "floats": done.floats, "ints": done.ints}, numbers)
 
 
 def client_app(

@@ -27,7 +27,6 @@ from gradalign.flower.messages import (
     algorithm_of,
     digest,
     received_point,
-    received_vector,
     reply,
     to_array,
     to_tensor,
@@ -73,11 +72,30 @@ class ClientRound:
     that holds others (its Δ_i was clipped or noised on the way) asks for them.
     """
 
-    def __init__(self, message: Message, context: Context) -> None:
-        self.order = Order.of(message)
-        self._message, self._context = message, context
-        self._arrays = message.content.array_records[ARRAYS]
-        self._gradient: Tensor | None = None
+    def __init__(
+        self, message: Message, context: Context, like: Point, algorithms: Iterable[type[Algorithm]] = ()
+    ) -> None:
+        self.order = order = Order.of(message)
+        self._context, self._arrays = context, message.content.array_records[ARRAYS]
+        point = self._point(like)
+        algorithm = algorithm_of(order, algorithms)
+        shared = {part.label: self._sent(f"shared.{part.label}", point.x) for part in algorithm.parts}
+        zeros = {part.label: torch.zeros_like(point.x) for part in algorithm.keepers}
+        self.told = Broadcast(
+            point=point,
+            round=order.round,
+            algorithm=algorithm,
+            lr=order.lr,
+            gradient_examples=order.limit,
+            participants=order.participants,
+            mean=self._sent("mean_gradient", point.x),
+            shared=zeros | {label: vector for label, vector in shared.items() if vector is not None},
+        )
+        self.who = Participant(client=order.client, share=order.weight, kept=self._kept())
+        self.gradient: Tensor | None = None
+        """g_i as the server has it, for the training of a round with a gradient phase."""
+        if algorithm.needs_gradients:
+            self.gradient = self._held("gradient", _GRADIENT, self._gradient_name, point.x)
 
     def _tag(self, round_index: int) -> str:
         # A state can outlive a run (Flower's run series); another run's vectors must not be taken for this one's.
@@ -91,9 +109,12 @@ class ClientRound:
         records = self._context.state.array_records
         return records[name] if name in records else ArrayRecord()
 
+    def _sent(self, name: str, like: Tensor) -> Tensor | None:
+        return to_tensor(self._arrays[name], like.dtype) if name in self._arrays else None
+
     def _held(self, sent_as: str, record: str, name: str, like: Tensor) -> Tensor:
         """Return a vector of this client's as the server has it: sent along, or held here with the same bits."""
-        sent = received_vector(self._message, sent_as, like)
+        sent = self._sent(sent_as, like)
         if sent is not None:
             return sent
         if name not in self._record(record):
@@ -103,7 +124,16 @@ class ClientRound:
             raise MemoryLostError(f"this client's vector {sent_as} is not the server's", differs=True)
         return vector
 
-    def point(self, like: Point) -> Point:
+    def _kept(self) -> dict[str, Tensor]:
+        """Return the k_i that the server knows of; none for a client that it has never heard of."""
+        kept = {}
+        for part in self.told.algorithm.keepers:
+            name, last = f"kept.{part.label}", self.order.memory.get(part.label, -1)
+            if last >= 0 or name in self._arrays:
+                kept[part.label] = self._held(name, _KEPT, f"{part.label}@{self._tag(last)}", self.told.point.x)
+        return kept
+
+    def _point(self, like: Point) -> Point:
         """Return x and the buffers that the message carries, or those of this round that were remembered."""
         if "x" in self._arrays:
             return received_point(self._arrays, like)
@@ -112,6 +142,10 @@ class ClientRound:
         if not found:
             raise MemoryLostError(f"this client has no model of round {self.order.round + 1}")
         return received_point(ArrayRecord({name.removeprefix(prefix): array for name, array in found.items()}), like)
+
+    def plan(self) -> Plan:
+        """Make this client's plan."""
+        return self.told.plan(self.who, self.gradient).written_out(self.gradient)
 
     def remember_gradient(self, gradient: Tensor) -> None:
         """Remember g_i, and x so that it is sent once, until this round's training."""
@@ -123,43 +157,13 @@ class ClientRound:
 
         _remember_as_sent("gradient", gradient, put)
 
-    def broadcast(self, point: Point, algorithms: Iterable[type[Algorithm]] = ()) -> Broadcast:
-        """Return what the server says to all clients of this phase."""
-        order, x = self.order, point.x
-        algorithm = algorithm_of(order, algorithms)
-        shared = {part.label: received_vector(self._message, f"shared.{part.label}", x) for part in algorithm.parts}
-        return Broadcast(
-            point=point,
-            round=order.round,
-            algorithm=algorithm,
-            lr=order.lr,
-            gradient_examples=order.limit,
-            participants=order.participants,
-            mean=received_vector(self._message, "mean_gradient", x),
-            shared={label: torch.zeros_like(x) if vector is None else vector for label, vector in shared.items()},
-        )
-
-    def participant(self, told: Broadcast) -> Participant:
-        """Return what the server knows of this client, its k_i as the server has it."""
-        order, kept = self.order, {}
-        for part in told.algorithm.keepers:
-            name, last = f"kept.{part.label}", order.memory.get(part.label, -1)
-            if last >= 0 or name in self._arrays:
-                kept[part.label] = self._held(name, _KEPT, f"{part.label}@{self._tag(last)}", told.point.x)
-        return Participant(client=order.client, share=order.weight, kept=kept)
-
-    def plan(self, told: Broadcast, who: Participant) -> Plan:
-        """Make this client's plan, with its g_i as the server has it."""
-        if told.algorithm.needs_gradients:
-            self._gradient = self._held("gradient", _GRADIENT, self._gradient_name, told.point.x)
-        return told.plan(who, self._gradient).written_out(self._gradient)
-
-    def remember_update(self, told: Broadcast, who: Participant, update: Tensor, total_step_size: float) -> None:
+    def remember_update(self, update: Tensor, total_step_size: float) -> None:
         """Remember k_i⁺ beside the k_i that the server knows of."""
+        keepers = self.told.algorithm.keepers
 
         def put(sent: Tensor) -> None:
-            for part in told.algorithm.keepers:
-                view, last = told.view(part.label, who, self._gradient), self.order.memory.get(part.label, -1)
+            for part in keepers:
+                view, last = self.told.view(part.label, self.who, self.gradient), self.order.memory.get(part.label, -1)
                 versions = {self.order.round: part.keep(view, sent, total_step_size)}
                 if last >= 0:
                     versions[last] = view.memory()[0]
@@ -167,7 +171,7 @@ class ClientRound:
                 fresh = {f"{part.label}@{self._tag(index)}": to_array(vector) for index, vector in versions.items()}
                 self._context.state[_KEPT] = ArrayRecord(others | fresh)
 
-        if told.algorithm.keepers:
+        if keepers:
             _remember_as_sent("update", update, put)
 
 
@@ -191,9 +195,10 @@ def gradient_reply(
         examples: How many examples the client has, for ``weights="examples"``; as many as were seen when not given
             and ``gradient_examples`` is not set.
     """
-    work, flat = ClientRound(message, context), FlatModel(model)
-    limit = work.order.limit
-    flat.load(work.point(flat.read()))
+    flat = FlatModel(model)
+    work = ClientRound(message, context, flat.read())
+    limit = work.told.gradient_examples
+    flat.load(work.told.point)
     model.train()
     flat.attach_gradients()
     flat.gradient.zero_()
@@ -228,25 +233,22 @@ class LocalRound:
     def __init__(
         self, message: Message, context: Context, model: nn.Module, *, algorithms: Iterable[type[Algorithm]] = ()
     ) -> None:
-        self._work = ClientRound(message, context)
-        order = self._work.order
-        self.lr, self.round = order.lr, order.round
-        self._local, self._looked = replace(order.local), False
-        object.__setattr__(self._local, "lr", order.lr)  # unchecked: a schedule may pass through 0
         self._message, self._flat, self._steps = message, FlatModel(model), 0
+        self._work = ClientRound(message, context, self._flat.read(), algorithms)
+        self.lr, self.round = self._work.told.lr, self._work.told.round
+        self._local, self._looked = replace(self._work.order.local), False
+        object.__setattr__(self._local, "lr", self.lr)  # unchecked: a schedule may pass through 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._told = self._work.broadcast(self._work.point(self._flat.read()), algorithms)
-        self._who = self._work.participant(self._told)
-        plan = self._work.plan(self._told, self._who)
-        self._flat.load(self._told.point)
+        plan = self._work.plan()
+        self._flat.load(self._work.told.point)
         model.train()
-        self._pull, self._constant = plan.pull, self._on_device(plan.correction)
+        x = self._flat.vector
+        self._pull, self._constant = plan.pull, None if plan.correction is None else plan.correction.to(x)
         if plan.pull:
-            pulled = -plan.pull * self._flat.vector
+            pulled = -plan.pull * x
             self._constant = pulled if self._constant is None else self._constant + pulled
-        shift = self._on_device(plan.displacement)
-        if shift is not None:
-            self._flat.vector.add_(shift)
+        if isinstance(plan.displacement, Tensor):
+            x.add_(plan.displacement.to(x))
         self._start = self._flat.vector.clone()
 
     @property
@@ -264,9 +266,6 @@ class LocalRound:
         given = {field.name: getattr(wanted, field.name) for field in fields(wanted) if field.name not in followed}
         strange = [name for name, value in given.items() if value is not None and value != getattr(usual, name)]
         return "" if self._looked else ", ".join(strange)
-
-    def _on_device(self, vector: Tensor | None) -> Tensor | None:
-        return None if vector is None else vector.to(self._flat.vector)
 
     @torch.no_grad()
     def correct(self) -> None:
@@ -305,10 +304,10 @@ class LocalRound:
         update = self._flat.vector - self._start
         floats, ints = self._flat.read_buffers()
         if total_step_size is None:
-            if not self._steps and self._told.algorithm.keepers:
+            if not self._steps and self._work.told.algorithm.keepers:
                 raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
             total_step_size = self.lr * self._steps
-        self._work.remember_update(self._told, self._who, update.cpu(), total_step_size)
+        self._work.remember_update(update.cpu(), total_step_size)
         numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen}
         vectors = {"update": update, "floats": floats, "ints": ints}
         answer = reply(self._message, vectors, numbers | {TOTAL_STEP_SIZE: total_step_size})

@@ -23,7 +23,7 @@ from torch import Tensor
 from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination
 from gradalign.client import LocalTraining
-from gradalign.client.exchange import ClientGradient, ClientUpdate
+from gradalign.client.exchange import Gradient, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.errors import GradalignError
 
@@ -144,12 +144,6 @@ def received_point(arrays: ArrayRecord, like: Point) -> Point:
     return Point(vector("x", like.x), vector("floats", like.floats), vector("ints", like.ints))
 
 
-def received_vector(message: Message, name: str, like: Tensor) -> Tensor | None:
-    """Return a vector that a message may carry."""
-    arrays = message.content.array_records[ARRAYS]
-    return to_tensor(arrays[name], like.dtype) if name in arrays else None
-
-
 def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str, int | float | None]) -> Message:
     """Return a reply; empty vectors and unknown numbers are left out."""
     arrays = {name: to_array(vector) for name, vector in vectors.items() if vector.numel()}
@@ -194,13 +188,16 @@ def _records(message: Message) -> tuple[ArrayRecord, MetricRecord]:
     return content.array_records[ARRAYS], content.metric_records[METRICS]
 
 
-def read_gradient(message: Message, point: Point) -> ClientGradient:
+def read_gradient(message: Message, point: Point, client: int, weight: float) -> Gradient:
     """Return g_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
-    return ClientGradient(
-        gradient=_replied_vector(arrays, "gradient", point.x),
-        loss=_number(metrics, "loss"),
-        accuracy=_number(metrics, "accuracy") if "accuracy" in metrics else None,
+    return Gradient(
+        clients=(client,),
+        weights=(weight,),
+        vector=_replied_vector(arrays, "gradient", point.x),
+        factor=weight,
+        losses=(_number(metrics, "loss"),),
+        accuracies=(_number(metrics, "accuracy") if "accuracy" in metrics else None,),
         examples=_seen(metrics),
     )
 
@@ -229,17 +226,21 @@ def unread_settings(message: Message) -> str:
     return str(record[UNREAD]) if record is not None and UNREAD in record else ""
 
 
-def read_update(message: Message, point: Point) -> ClientUpdate:
+def read_update(message: Message, point: Point, client: int, weight: float) -> Update:
     """Return Δ_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
-    return ClientUpdate(
-        update=_replied_vector(arrays, "update", point.x),
+    total = OLD_TOTAL_STEP_SIZE if OLD_TOTAL_STEP_SIZE in metrics else TOTAL_STEP_SIZE
+    return Update(
+        clients=(client,),
+        weights=(weight,),
+        vector=_replied_vector(arrays, "update", point.x),
+        factor=weight,
         floats=_replied_vector(arrays, "floats", point.floats),
         ints=_replied_vector(arrays, "ints", point.ints),
-        loss=_number(metrics, "loss"),
-        steps=int(_number(metrics, "steps")),
+        losses=(_number(metrics, "loss"),),
+        steps=(int(_number(metrics, "steps")),),
         examples=_seen(metrics),
-        total_step_size=_number(metrics, OLD_TOTAL_STEP_SIZE if OLD_TOTAL_STEP_SIZE in metrics else TOTAL_STEP_SIZE),
+        total_step_sizes=(_number(metrics, total),),
     )
 
 
