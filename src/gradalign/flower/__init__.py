@@ -21,11 +21,11 @@ except ModuleNotFoundError:
 if TYPE_CHECKING:
     from gradalign.flower.client import aligned_app as aligned_app
     from gradalign.flower.client import client_app as client_app
+    from gradalign.flower.client import on_update as on_update
     from gradalign.flower.client_round import LocalRound as LocalRound
     from gradalign.flower.client_round import gradient_reply as gradient_reply
     from gradalign.flower.exchange import InProcessGrid as InProcessGrid
     from gradalign.flower.exchange import Patience as Patience
-    from gradalign.flower.messages import on_update as on_update
     from gradalign.flower.strategy import AlignedStrategy as AlignedStrategy
 
 _HOME_OF = {
@@ -36,7 +36,7 @@ _HOME_OF = {
     "aligned_app": "client",
     "client_app": "client",
     "gradient_reply": "client_round",
-    "on_update": "messages",
+    "on_update": "client",
 }
 
 __all__ = list(_HOME_OF)

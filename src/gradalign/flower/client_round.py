@@ -23,6 +23,7 @@ from gradalign.flower.messages import (
     SEEN,
     TOTAL_STEP_SIZE,
     UNREAD,
+    MemoryLostError,
     Order,
     algorithm_of,
     digest,
@@ -35,17 +36,6 @@ from gradalign.flower.messages import (
 _GRADIENT, _POINT, _KEPT = "gradalign.gradient", "gradalign.point", "gradalign.kept"
 leaving: ContextVar[list[Callable[[Message], None]] | None] = ContextVar("leaving", default=None)
 """What is to look at the reply when it has passed all mods; see ``client.at_the_door``."""
-
-
-class MemoryLostError(GradalignError):
-    """The server counts on a vector that this client does not have, or not with the same bits.
-
-    It is missing when a SuperNode was restarted; it ``differs`` when Δ_i or g_i was changed on its way to the server.
-    """
-
-    def __init__(self, text: str, *, differs: bool = False) -> None:
-        super().__init__(text)
-        self.differs = differs
 
 
 def _remember_as_sent(name: str, made: Tensor, remember: Callable[[Tensor], None]) -> None:
@@ -95,19 +85,14 @@ class ClientRound:
         self.gradient: Tensor | None = None
         """g_i as the server has it, for the training of a round with a gradient phase."""
         if algorithm.needs_gradients:
-            self.gradient = self._held("gradient", _GRADIENT, self._gradient_name, point.x)
+            self.gradient = self._held("gradient", _GRADIENT, f"{self._tag(order.round)}:{order.limit}", point.x)
 
     def _tag(self, round_index: int) -> str:
         # A state can outlive a run (Flower's run series); another run's vectors must not be taken for this one's.
         return f"{self._context.run_id}:{round_index}"
 
-    @property
-    def _gradient_name(self) -> str:
-        return f"{self._tag(self.order.round)}:{self.order.limit}"
-
     def _record(self, name: str) -> ArrayRecord:
-        records = self._context.state.array_records
-        return records[name] if name in records else ArrayRecord()
+        return self._context.state.array_records.get(name, ArrayRecord())
 
     def _sent(self, name: str, like: Tensor) -> Tensor | None:
         return to_tensor(self._arrays[name], like.dtype) if name in self._arrays else None
@@ -153,7 +138,7 @@ class ClientRound:
         state[_POINT] = ArrayRecord({f"{tag}/{name}": array for name, array in self._arrays.items()})
 
         def put(sent: Tensor) -> None:
-            state[_GRADIENT] = ArrayRecord({self._gradient_name: to_array(sent)})
+            state[_GRADIENT] = ArrayRecord({f"{tag}:{self.order.limit}": to_array(sent)})
 
         _remember_as_sent("gradient", gradient, put)
 
@@ -222,12 +207,9 @@ def gradient_reply(
 class LocalRound:
     """One round's training in your own loop: loads the model, displaces it, corrects gradients, reports Δ_i.
 
-    Make it before the optimizer. The displacement is always applied once, at the start. Of the strategy's
-    ``LocalTraining`` your loop follows what it reads from ``local``; the server warns of settings that nobody read.
-
-    Attributes:
-        lr: The server's learning rate for this round.
-        round: The round, from 0.
+    Make it before the optimizer. The displacement is always applied once, at the start. ``lr`` is the server's for this
+    ``round``, counted from 0. Of the strategy's ``LocalTraining`` your loop follows what it reads from ``local``; the
+    server warns of settings that nobody read.
     """
 
     def __init__(
@@ -249,7 +231,7 @@ class LocalRound:
             self._constant = pulled if self._constant is None else self._constant + pulled
         if isinstance(plan.displacement, Tensor):
             x.add_(plan.displacement.to(x))
-        self._start = self._flat.vector.clone()
+        self._start = x.clone()
 
     @property
     def local(self) -> LocalTraining:
@@ -308,9 +290,8 @@ class LocalRound:
                 raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
             total_step_size = self.lr * self._steps
         self._work.remember_update(update.cpu(), total_step_size)
-        numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen}
-        vectors = {"update": update, "floats": floats, "ints": ints}
-        answer = reply(self._message, vectors, numbers | {TOTAL_STEP_SIZE: total_step_size})
+        numbers = {"loss": loss, "steps": self._steps, TOTAL_STEP_SIZE: total_step_size, EXAMPLES: examples, SEEN: seen}
+        answer = reply(self._message, {"update": update, "floats": floats, "ints": ints}, numbers)
         unread = self._unread()
         if unread:
             answer.content[CONFIG] = ConfigRecord({UNREAD: unread})

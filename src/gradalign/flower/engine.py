@@ -30,12 +30,12 @@ from gradalign.flower.messages import (
     DIFFERS,
     GRADIENT,
     LOST,
-    METRICS,
     TRAIN,
     BadReplyError,
     Order,
     digest,
     instruction,
+    metrics_of,
     named_parts,
     point_arrays,
     read_gradient,
@@ -180,9 +180,9 @@ class FlowerEngine(LocalClients):
         answers = ask(nodes, again=False)
         replies = answers.replies
         self._leave_out(answers, _TRAINING, told.round)
-        forgetful = [client for client, message in replies.items() if _has(message, LOST)]
+        forgetful = [client for client, message in replies.items() if metrics_of(message).get(LOST)]
         if forgetful:
-            self._differing |= {client for client in forgetful if _has(replies[client], DIFFERS)}
+            self._differing |= {client for client in forgetful if metrics_of(replies[client]).get(DIFFERS)}
             logger.warning("clients %s lack the server's vectors of them; it sends them again", forgetful)
             answers = ask(forgetful, again=True)
             self._leave_out(answers, _TRAINING, told.round)
@@ -262,11 +262,6 @@ def _missing_vectors(own: Mapping[str, Tensor], order: Order, *, everything: boo
     return {
         name: vector for name, vector in own.items() if everything or (name not in order.digests and bool(vector.any()))
     }
-
-
-def _has(message: Message, name: str) -> bool:
-    metrics = message.content.metric_records.get(METRICS) if message.has_content() else None
-    return metrics is not None and bool(metrics.get(name))
 
 
 class _AllHere(Roster):

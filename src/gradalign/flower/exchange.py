@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from typing import NamedTuple
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -17,12 +18,14 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from gradalign.errors import GradalignError
-from gradalign.flower.messages import EXAMPLES, METRICS, PARTITION, PARTITIONS, QUERY
+from gradalign.flower.messages import EXAMPLES, PARTITION, PARTITIONS, QUERY, metrics_of
 
 # A child of Flower's own logger: what is said here stands beside what Flower says, in the same form.
 logger = logging.getLogger("flwr.gradalign")
 
 ASK_AGAIN_SECONDS = 10.0
+# What the SuperLink itself answers for a node that is gone.
+_UNAVAILABLE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +65,7 @@ class Traffic:
     bytes_up: int = 0
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(NamedTuple):
     """What came of a phase: the replies, why other clients have none, and which of these did not say a word."""
 
     replies: dict[int, Message]
@@ -80,12 +82,8 @@ class Exchange:
     """Pushes messages and pulls replies through a grid. Flower's own ``send_and_receive`` looks every 3 seconds."""
 
     def __init__(self, grid: Grid, poll_seconds: float) -> None:
-        self._grid, self._poll = grid, poll_seconds
+        self.grid, self._poll = grid, poll_seconds
         self.traffic = Traffic()
-
-    def node_ids(self) -> set[int]:
-        """Return the nodes that are connected."""
-        return set(self._grid.get_node_ids())
 
     def push(self, messages: Sequence[Message]) -> list[str]:
         """Send messages; an empty id stands for one that Flower refused."""
@@ -93,12 +91,11 @@ class Exchange:
             return []
         self.traffic.messages_down += len(messages)
         self.traffic.bytes_down += sum(payload(message) for message in messages)
-        ids = [message_id or "" for message_id in self._grid.push_messages(messages)]
+        ids = [message_id or "" for message_id in self.grid.push_messages(messages)]
         return ids if len(ids) == len(messages) else [""] * len(messages)
 
     def pull(self, ids: Iterable[str]) -> Iterator[tuple[str, Message]]:
-        """Yield what has been replied to these messages."""
-        for message in self._grid.pull_messages(list(ids)):
+        for message in self.grid.pull_messages(list(ids)):
             self.traffic.messages_up += 1
             self.traffic.bytes_up += payload(message)
             yield message.metadata.reply_to_message_id, message
@@ -108,6 +105,7 @@ class Exchange:
         waiting: dict[str, int] = {}
         replies: dict[int, Message] = {}
         failures: dict[int, str] = {}
+        silent: set[int] = set()
         for client, message_id in zip(messages, self.push(list(messages.values())), strict=True):
             if message_id:
                 waiting[message_id] = client
@@ -120,12 +118,13 @@ class Exchange:
                 client = waiting.pop(message_id)
                 if message.has_error():
                     failures[client] = f"it failed: {message.error.reason or f'error code {message.error.code}'}"
+                    silent |= {client} if message.error.code in _UNAVAILABLE else set()
                 else:
                     replies[client] = message
             if not waiting:
                 break
-        silent = set(waiting.values())
-        return Answers(replies, failures | dict.fromkeys(silent, f"no answer within {seconds:g} s"), silent)
+        failures |= dict.fromkeys(waiting.values(), f"no answer within {seconds:g} s")
+        return Answers(replies, failures, silent | set(waiting.values()))
 
 
 def until(deadline: float, poll_seconds: float) -> Iterator[None]:
@@ -138,12 +137,6 @@ def until(deadline: float, poll_seconds: float) -> Iterator[None]:
         time.sleep(min(poll_seconds, left))
 
 
-@dataclass(frozen=True)
-class _Asked:
-    node: int
-    until: float
-
-
 class Roster:
     """Who is where: clients are known by their partition-id, Flower's nodes by random numbers.
 
@@ -153,7 +146,7 @@ class Roster:
 
     def __init__(self, exchange: Exchange, patience: Patience) -> None:
         self._exchange, self._patience = exchange, patience
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, tuple[int, float]] = {}  # by message: the node, and until when it may answer
         self._not_before: dict[int, float] = {}
         self._client_of: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
@@ -165,21 +158,21 @@ class Roster:
 
     def refresh(self) -> None:
         """Forget the nodes that left, ask the new ones, and read the answers that have come."""
-        present, now = self._exchange.node_ids(), time.monotonic()
+        present, now = set(self._exchange.grid.get_node_ids()), time.monotonic()
         self._client_of = {node: client for node, client in self._client_of.items() if node in present}
         self._node_of = {client: node for client, node in self._node_of.items() if node in present}
-        self._asked = {key: asked for key, asked in self._asked.items() if asked.node in present and asked.until > now}
-        pending = {asked.node for asked in self._asked.values()} | set(self._client_of)
+        self._asked = {key: (node, end) for key, (node, end) in self._asked.items() if node in present and end > now}
+        pending = {node for node, _ in self._asked.values()} | set(self._client_of)
         new = [node for node in sorted(present - pending) if self._not_before.get(node, 0.0) <= now]
         ttl = self._patience.connect_seconds
         messages = [Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=ttl) for node in new]
         for node, message_id in zip(new, self._exchange.push(messages), strict=True):
             self._not_before[node] = now + ASK_AGAIN_SECONDS
             if message_id:
-                self._asked[message_id] = _Asked(node, now + ttl)
+                self._asked[message_id] = (node, now + ttl)
         if self._asked:
             for message_id, message in list(self._exchange.pull(self._asked)):
-                self._note(self._asked.pop(message_id).node, message)
+                self._note(self._asked.pop(message_id)[0], message)
 
     def doubt(self, clients: Iterable[int]) -> None:
         """Take nodes that did not answer for gone until they say who they are again.
@@ -193,11 +186,10 @@ class Roster:
                 self._not_before.pop(node, None)
 
     def _note(self, node: int, message: Message) -> None:
-        metrics = message.content.metric_records.get(METRICS) if message.has_content() else None
-        client = metrics.get(PARTITION) if metrics is not None else None
-        examples = metrics.get(EXAMPLES) if metrics is not None else None
+        metrics = metrics_of(message)
+        client, examples, total = metrics.get(PARTITION), metrics.get(EXAMPLES), metrics.get(PARTITIONS)
         wrong = examples is not None and (not isinstance(examples, int) or examples < 1)
-        if metrics is None or not isinstance(client, int) or wrong:
+        if not isinstance(client, int) or wrong:
             reason = message.error.reason if message.has_error() else "its app does not answer query.partition"
             reason = f"it says that it has {examples} examples, and must have at least 1" if wrong else reason
             if self.complaints.get(node) != reason:
@@ -208,7 +200,6 @@ class Roster:
         if other is not None and other != node:
             logger.warning("nodes %s and %s both hold partition %s; the second is used", other, node, client)
         self._client_of[node], self._node_of[client] = client, node
-        total = metrics.get(PARTITIONS)
         if isinstance(examples, int):
             self.sizes[client] = examples
             self.told.add(client)
@@ -250,12 +241,10 @@ class InProcessGrid(Grid):
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
 
     def set_run(self, run: Run) -> None:
-        """Take another run's id."""
         self._run_id = run.run_id
 
     @property
     def run(self) -> Run:
-        """The run, of which only the id is known."""
         return Run.create_empty(self._run_id)
 
     def node_id(self, client: int) -> int:
@@ -267,7 +256,6 @@ class InProcessGrid(Grid):
         return {self.node_id(client): client for client in range(self._clients)}
 
     def get_node_ids(self) -> list[int]:
-        """Return all nodes."""
         return list(self._client_of)
 
     def context(self, client: int) -> Context:
@@ -285,8 +273,7 @@ class InProcessGrid(Grid):
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
     ) -> Message:
-        """Return a message; kept because Flower's interface asks for it."""
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)  # only Flower's interface asks
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Have every message answered; return their ids."""
@@ -307,9 +294,7 @@ class InProcessGrid(Grid):
             return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the replies to these messages."""
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Have messages answered and return the replies."""
         return self.pull_messages(self.push_messages(messages))

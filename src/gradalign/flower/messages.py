@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from gradalign.algorithms import known_algorithms
@@ -33,11 +31,21 @@ LOST, DIFFERS = "memory-lost", "memory-differs"
 EXAMPLES, SEEN, UNREAD = "num-examples", "examples-seen", "settings-unread"
 TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"
 PARTITION, PARTITIONS = "partition-id", "num-partitions"
-_ON_UPDATE = ("update", "gradient")
 
 
 class BadReplyError(GradalignError):
     """A client's reply that cannot be used; the message is the reason."""
+
+
+class MemoryLostError(GradalignError):
+    """The server counts on a vector that this client does not have, or not with the same bits.
+
+    It is missing when a SuperNode was restarted; it ``differs`` when Δ_i or g_i was changed on its way to the server.
+    """
+
+    def __init__(self, text: str, *, differs: bool = False) -> None:
+        super().__init__(text)
+        self.differs = differs
 
 
 def to_array(tensor: Tensor) -> Array:
@@ -156,6 +164,11 @@ def lost_memory_reply(message: Message, *, differs: bool) -> Message:
     return Message(RecordDict({METRICS: MetricRecord({LOST: 1, DIFFERS: int(differs)})}), reply_to=message)
 
 
+def metrics_of(message: Message) -> MetricRecord:
+    """Return a message's numbers; an error has none."""
+    return message.content.metric_records.get(METRICS, MetricRecord()) if message.has_content() else MetricRecord()
+
+
 def _number(record: MetricRecord, name: str) -> float:
     value = record.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -242,48 +255,3 @@ def read_update(message: Message, point: Point, client: int, weight: float) -> U
         examples=_seen(metrics),
         total_step_sizes=(_number(metrics, total),),
     )
-
-
-def on_update(mod: Mod, *, gradients: bool = True) -> Mod:
-    """Return a Flower mod that applies ``mod`` to Δ_i, and to g_i in the gradient phase; buffers pass untouched.
-
-    Flower's privacy mods expect one ArrayRecord each way with the same names, and take the difference of the two for
-    the update. Ours go down with x and ḡ and come up with the update itself. So the mod is shown what it expects:
-    zeros going down, the update coming up. The difference is then the update, to the bit.
-
-    Args:
-        mod: For example ``fixedclipping_mod``, ``adaptiveclipping_mod`` or ``LocalDpMod(...)``.
-        gradients: Whether g_i goes through the mod, too. A g_i sent as it is says as much about the data as Δ_i.
-    """
-
-    def adapted(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        kind = message.metadata.message_type
-        if not (kind == TRAIN or (gradients and kind.startswith(f"{TRAIN}."))):
-            return call_next(message, context)
-        reply = call_next(message, context)
-        if reply.has_error() or ARRAYS not in reply.content.array_records:
-            return reply
-        arrays = reply.content.array_records[ARRAYS]
-        carried = {name: array for name, array in arrays.items() if name in _ON_UPDATE}
-        rest = {name: array for name, array in arrays.items() if name not in _ON_UPDATE}
-        zeros = {name: Array(np.zeros_like(array.numpy())) for name, array in carried.items()}
-
-        def shown_reply(_: Message, __: Context) -> Message:
-            reply.content[ARRAYS] = ArrayRecord(carried)
-            return reply
-
-        seen = _shown(message, zeros)
-        answer = mod(seen, context, shown_reply)
-        if not answer.has_error():
-            answer.content[ARRAYS] = ArrayRecord({**answer.content.array_records[ARRAYS], **rest})
-        return answer
-
-    return adapted
-
-
-def _shown(message: Message, arrays: dict[str, Array]) -> Message:
-    """Return the message as a mod expects it: the same order, other arrays."""
-    content = RecordDict({ARRAYS: ArrayRecord(arrays), CONFIG: message.content.config_records[CONFIG]})
-    shown = Message(content, reply_to=message)
-    shown.metadata.__dict__.update(message.metadata.__dict__)  # so that an error reply finds its way
-    return shown

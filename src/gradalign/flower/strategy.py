@@ -86,6 +86,7 @@ class AlignedStrategy:
         checkpoint_seconds: How much work a crash of the server may cost; 0 keeps a checkpoint after every round.
         train_config: More values for every message's ConfigRecord, for example ``{"clipping_norm": 1.0}`` for mods.
         device: Where the server evaluates.
+        fast: Use faster ways of computing, on both sides, that give the same result up to rounding.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class AlignedStrategy:
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
         train_config: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
+        fast: bool = True,
     ) -> None:
         self.algorithm = combine(algorithm)
         self.task = task if isinstance(task, Task) else Task(model=task, clients=RemoteClients(1, {}), name="flower")
@@ -112,7 +114,7 @@ class AlignedStrategy:
         self.patience = patience or Patience()
         self.measure = measure or Measure(train_every=0)
         self._clients, self._per_round, self._weights = clients, clients_per_round, weights
-        self._min_fraction, self._seed, self._device = min_fraction, seed, check_device(device)
+        self._min_fraction, self._seed, self._device, self._fast = min_fraction, seed, check_device(device), fast
         self._train_config = dict(train_config or {})
         self._where = RunOptions(out=out, resume=True, checkpoint_seconds=checkpoint_seconds, progress=False)
 
@@ -135,6 +137,7 @@ class AlignedStrategy:
             weights=self._weights,
             dropout=0.0,
             seed=self._seed,
+            fast=self._fast,
             min_fraction=self._min_fraction,
             rounds=rounds,
         )
