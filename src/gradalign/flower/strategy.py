@@ -83,7 +83,7 @@ class AlignedStrategy:
             which the next round uses again; by default only the test examples are looked at.
         seed: The seed of everything random.
         out: A folder to write the run to. A server that is started again with the same folder goes on from there.
-        checkpoint_seconds: How much work a crash of the server may cost; 0 keeps a checkpoint after every round.
+        checkpoint_seconds: How much work a crash of the server may cost; 0 writes a checkpoint after every round.
         train_config: More values for every message's ConfigRecord, for example ``{"clipping_norm": 1.0}`` for mods.
         device: Where the server evaluates.
         fast: Use faster ways of computing, on both sides, that give the same result up to rounding.

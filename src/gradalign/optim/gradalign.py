@@ -74,7 +74,7 @@ class GradAlign(TwoPassSteps):
         reuse: "previous" takes ḡ from the step before (the gradient that was stepped with) and saves an all-reduce.
             The displacements then no longer average to zero: all parts are also shifted together, by β times the
             change of the mean gradient since the last step.
-        memory: "full" keeps n + 1 gradient-sized vectors for n parts. "low" keeps three and computes every part's
+        memory: "full" holds n + 1 gradient-sized vectors for n parts. "low" holds three and computes every part's
             first gradient twice. The two verbs always work as "full".
         same_randomness: Give both passes of a part the same random numbers of torch: dropout draws the same masks.
         model: The model, needed when it is wrapped in DistributedDataParallel or compiled. Its buffers (batch-norm

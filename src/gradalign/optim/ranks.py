@@ -216,7 +216,7 @@ class Ranks:
         offset = 0
         for p, mark in zip(parameters, marks, strict=True):
             piece = flat[offset : offset + p.numel()].view(p.shape)
-            # A mark that is not a number means a weight that is not: the gradient is kept so that it shows.
+            # A mark that is not a number means a weight that is not: the gradient stays so that it shows.
             means.append(None if mark == 0.0 else piece.to(p.dtype))
             offset += p.numel()
         return Mean(means, None if loss is None else flat[-2].clone(), total)

@@ -25,7 +25,7 @@ class TwoPassSteps(OptimizerWrapper):
         if isinstance(self._pending, PlainGradient):  # a second pass begins that will add nothing
             self._pending.put()
             return
-        super().zero_grad(set_to_none)
+        self.optimizer.zero_grad(set_to_none)
         if self._passes is None:
             self._meet_ranks()
             self._mark_random()

@@ -187,10 +187,6 @@ class OptimizerWrapper(Optimizer):
         """Return the parameters that require a gradient now, in the order of their groups."""
         return [p for p in self.all_parameters() if p.requires_grad]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Give the wrapped optimizer more parameters; all ranks take the first one's values."""
         self.optimizer.add_param_group(param_group)
