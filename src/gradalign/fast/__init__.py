@@ -36,6 +36,7 @@ from gradalign.client.flat import Point
 from gradalign.client.step import FactoredGradients
 from gradalign.client.trainer import ClientTrainer, Setup, named_failure
 from gradalign.errors import GradalignError
+from gradalign.fast.batches import Neighbours
 from gradalign.fast.cohort import COHORT, CohortTrainer
 from gradalign.fast.eligible import cohort_layers, lockstep_model, side_by_side
 from gradalign.fast.linear import record_factors
@@ -165,7 +166,7 @@ class Group:
             way = self.lockstep if fits else None
         if way is not None and together is not None:
             with named_failure(f"clients {who[0].client} to {who[-1].client}"):
-                return way.gradients(told, who, together, cache, out)
+                return way.gradients(Neighbours(told, who, together, out), cache)
         replies = []
         for place, (one, own) in enumerate(zip(who, examples, strict=True)):
             with named_failure(f"client {one.client}"):
@@ -230,11 +231,9 @@ class Group:
             blend, gradients = self._split(told, who, plans)
             if blend is None:
                 whole = [plan.written_out(self._dense(plan, one.client)) for plan, one in zip(plans, who, strict=True)]
-                return way.train(told, who, whole, together, out)
-            nothing = [Plan()] * len(who)
-            return way.train(
-                self._displaced(told, blend), who, nothing, together, out, along=blend.own, gradients=gradients
-            )
+                return way.train(Neighbours(told, who, together, out), whole)
+            group = Neighbours(self._displaced(told, blend), who, together, out)
+            return way.train(group, [Plan()] * len(who), along=blend.own, gradients=gradients)
 
     def _split(
         self, told: Broadcast, who: Sequence[Participant], plans: Sequence[Plan]

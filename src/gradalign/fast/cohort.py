@@ -16,22 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Participant, Update
+from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup
 from gradalign.fast.batches import (
     Batches,
+    Neighbours,
     client_losses,
     gather,
-    gradient_batches,
-    members,
     nonfinite_members,
     pad,
     plan_batches,
     take,
 )
 from gradalign.fast.products import own_product, shared_product, stepping_product
-from gradalign.tasks.data import TensorExamples
 
 COHORT = 25
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -100,48 +98,22 @@ class CohortTrainer:
             leaf.grad = view
         return leaves
 
-    def gradients(
-        self,
-        told: Broadcast,
-        who: Sequence[Participant],
-        examples: Sequence[TensorExamples],
-        cache: GradientCache | None,
-        out: Sequence[Tensor] | None,
-    ) -> list[Gradient]:
+    def gradients(self, group: Neighbours, cache: GradientCache | None) -> list[Gradient]:
         """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
-        inputs, targets, starts = gather(examples, self.dtype)
-        taken = gradient_batches(self.setup, told, who, examples)
-        counts = [len(own) for own in taken]
-        vectors, losses, accuracies = self._gradients(told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
+        inputs, targets, starts = gather(group.examples, self.dtype)
+        taken = group.gradient_rows(self.setup.seed)
+        vectors, losses, right = self._gradients(group.told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
         if cache is not None:
-            for one, vector in zip(who, vectors, strict=True):
+            for one, vector in zip(group.who, vectors, strict=True):
                 cache.put(one.client, vector)
-        if told.one_by_one:
-            return [
-                Gradient(
-                    **members([one]),
-                    vector=vectors[i] if out is None else out[i].copy_(vectors[i]),
-                    factor=one.weight,
-                    losses=(float(losses[i]),),
-                    accuracies=(float(accuracies[i]),),
-                    examples=counts[i],
-                )
-                for i, one in enumerate(who)
-            ]
-        shares = torch.tensor([one.weight for one in who], dtype=self.dtype)
-        total = torch.mv(vectors.T, shares, out=torch.empty_like(vectors[0]) if out is None else out[0])
+        counts, accuracies = [len(rows) for rows in taken], right.tolist()
+        if group.told.one_by_one:
+            own = _written(list(vectors), group.out)
+            return [group.gradient(v, losses, counts, accuracies, slice(i, i + 1)) for i, v in enumerate(own)]
+        total = torch.mv(vectors.T, group.weights(self.dtype), out=group.sum)
         if not all_finite(total):
             losses = losses.masked_fill(nonfinite_members([vectors]), math.nan)
-        return [
-            Gradient(
-                **members(who),
-                vector=total,
-                factor=1.0,
-                losses=tuple(losses.tolist()),
-                accuracies=tuple(accuracies.tolist()),
-                examples=sum(counts),
-            )
-        ]
+        return [group.gradient(total, losses, counts, accuracies)]
 
     def _gradients(
         self, x: Tensor, inputs: Tensor, targets: Tensor, rows: Tensor, weights: Tensor | None
@@ -159,11 +131,8 @@ class CohortTrainer:
 
     def train(
         self,
-        told: Broadcast,
-        who: Sequence[Participant],
+        group: Neighbours,
         plans: Sequence[Plan],
-        examples: Sequence[TensorExamples],
-        out: Sequence[Tensor] | None,
         *,
         along: float = 0.0,
         gradients: Sequence[CachedGradient] = (),
@@ -174,22 +143,19 @@ class CohortTrainer:
         """
         if gradients:
             plans = [Plan(displacement=row) for row in along * torch.stack([own.vector for own in gradients])]
-        inputs, targets, starts = gather(examples, self.dtype)
-        batches = plan_batches(self.setup, told, who, [len(one) for one in examples], starts, self.dtype)
+        inputs, targets, starts = gather(group.examples, self.dtype)
+        batches = plan_batches(self.setup, group, starts, self.dtype)
         with torch.enable_grad():
-            stored, start, losses = self._walk(told, plans, inputs, targets, batches)
-        stored, count = stored.sub_(start), len(who)
-        if told.one_by_one:
-            rows = list(self._unstore(stored, count))
-            rows = rows if out is None else [row.copy_(own) for row, own in zip(out, rows, strict=False)]
-            return [batches.report(self.setup, told, who, row, losses, i) for i, row in enumerate(rows)]
-        shares = torch.tensor([one.weight for one in who], dtype=self.dtype)
-        blocks = self._blocks(stored, count)
-        total = torch.empty(told.point.x.shape, dtype=self.dtype) if out is None else out[0]
+            stored, start, losses = self._walk(group.told, plans, inputs, targets, batches)
+        stored, count = stored.sub_(start), len(plans)
+        if group.told.one_by_one:
+            rows = _written(list(self._unstore(stored, count)), group.out)
+            return [group.update(row, losses, batches, self.local, slice(i, i + 1)) for i, row in enumerate(rows)]
+        blocks, shares, total = self._blocks(stored, count), group.weights(self.dtype), group.sum
         torch.cat([shares @ block.view(count, -1) for block in blocks], out=total)
         if not all_finite(total):
             losses = losses.masked_fill(nonfinite_members(blocks), math.nan)
-        return [batches.report(self.setup, told, who, total, losses)]
+        return [group.update(total, losses, batches, self.local)]
 
     def _walk(
         self, told: Broadcast, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches
@@ -274,3 +240,8 @@ class CohortTrainer:
             if constant is not None:
                 direction.add_(constant)
         return losses.detach().double()
+
+
+def _written(vectors: list[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
+    """Return the vectors, in these places when there are any."""
+    return vectors if out is None else [row.copy_(own) for row, own in zip(out, vectors, strict=False)]
