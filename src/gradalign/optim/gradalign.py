@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradalign.algorithms import LargeBatchGradAlign
+from gradalign.algorithms.schedule import as_plain, from_plain
 from gradalign.errors import GradalignError
-from gradalign.optim.beta import as_plain, from_plain
 from gradalign.optim.closures import ClosureStep
 from gradalign.optim.ranks import forget_derived_values, positive_weight
 from gradalign.optim.two_pass_steps import TwoPassSteps
