@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from flwr.app import Array, Message
-from flwr.serverapp import Grid
 from torch import Tensor
 
 from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Participant, Score, Update
@@ -25,7 +24,7 @@ from gradalign.client.trainer import Setup
 from gradalign.engines import LocalClients
 from gradalign.engines.local import InProcessEngine
 from gradalign.flower.client import client_app
-from gradalign.flower.exchange import Answers, Exchange, InProcessGrid, Patience, Roster, logger
+from gradalign.flower.exchange import InProcessGrid, Patience, Roster, logger
 from gradalign.flower.messages import (
     DIFFERS,
     GRADIENT,
@@ -47,7 +46,6 @@ from gradalign.flower.messages import (
 from gradalign.server.federation import Federation
 
 _Reply = TypeVar("_Reply", Gradient, Update)
-_GRADIENTS, _TRAINING = "gradient phase", "training phase"
 
 
 @dataclass(frozen=True)
@@ -63,47 +61,46 @@ class FlowerEngine(LocalClients):
 
     def __init__(
         self,
-        grid: Grid,
         federation: Federation,
+        roster: Roster,
         *,
-        patience: Patience | None = None,
-        roster: Roster | None = None,
-        exchange: Exchange | None = None,
         train_config: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.patience = patience or Patience()
+        self.exchange, self.patience = roster.exchange, roster.patience
         self.attempts = 1 + self.patience.retries
         self.failures: Mapping[int, str] = {}
-        self.exchange = exchange or Exchange(grid, self.patience.poll_seconds)
-        self._roster = roster or Roster(self.exchange, self.patience)
-        self._federation, self._extra, self._device = federation, dict(train_config or {}), device
+        self._federation, self._roster = federation, roster
+        self._extra, self._device = dict(train_config or {}), device
         self._gradients = GradientCache()  # this round's g_i as the server has them
+        self._phase = ""
         self._met = False
         self._heard: dict[int, _Heard] = {}
         self._holds_point: dict[int, int] = {}
         self._differing: set[int] = set()
         self._warned: set[str] = set()
 
-    def _nodes(self, clients: Sequence[int], phase: str, round_index: int) -> dict[int, int]:
+    def _begin(self, phase: str, told: Broadcast, clients: Sequence[int]) -> dict[int, int]:
         """Begin a phase: return where its clients are; those that are nowhere have failed."""
         needed = len(clients) if not self._met else max(1, math.ceil(self._federation.min_fraction * len(clients)))
         nodes = self._roster.locate(clients, min(needed, len(clients)))
-        self._met = True
-        self.failures = {}
+        self._met, self._phase, self.failures = True, f"round {told.round + 1}, {phase}", {}
         for client in clients:
             if client not in nodes:
-                self._blame(client, "no connected node has its data", phase, round_index)
+                self._leave_out(client, "no connected node has its data")
         return nodes
 
-    def _leave_out(self, answers: Answers, phase: str, round_index: int) -> None:
+    def _leave_out(self, client: int, reason: str) -> None:
+        self.failures = {**self.failures, client: reason}
+        logger.warning("%s: client %d is left out: %s", self._phase, client, reason)
+
+    def _ask(self, messages: Mapping[int, Message], seconds: float) -> dict[int, Message]:
+        """Return the replies that come in time; the other clients are left out."""
+        answers = self.exchange.ask(messages, seconds)
         self._roster.doubt(answers.silent)
         for client, reason in sorted(answers.failures.items()):
-            self._blame(client, reason, phase, round_index)
-
-    def _blame(self, client: int, reason: str, phase: str, round_index: int) -> None:
-        self.failures = {**self.failures, client: reason}
-        logger.warning("round %d, %s: client %d is left out: %s", round_index + 1, phase, client, reason)
+            self._leave_out(client, reason)
+        return answers.replies
 
     def _readable(
         self,
@@ -111,10 +108,10 @@ class FlowerEngine(LocalClients):
         read: Callable[[Message, Point, int, float], _Reply],
         told: Broadcast,
         who: Iterable[Participant],
-        phase: str,
+        *,
+        weighed: bool,
     ) -> Iterator[_Reply]:
         """Yield the replies that can be used, in the participants' order."""
-        weighed = phase == _TRAINING and told.algorithm.needs_gradients
         for one in who:
             if one.client not in replies:
                 continue
@@ -122,7 +119,7 @@ class FlowerEngine(LocalClients):
                 weight = self._weight(one, replies[one.client], weighed=weighed)
                 yield read(replies[one.client], told.point, one.client, weight)
             except BadReplyError as error:
-                self._blame(one.client, str(error), phase, told.round)
+                self._leave_out(one.client, str(error))
 
     def _weight(self, who: Participant, message: Message, *, weighed: bool) -> float:
         """Return w_i: the server's, or what a client that was not asked tells with its first reply of a round."""
@@ -141,19 +138,17 @@ class FlowerEngine(LocalClients):
 
     def _ask_gradients(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, Gradient]:
         arrays, seconds = point_arrays(told.point), self.patience.gradient_seconds
-        nodes = self._nodes([one.client for one in who], _GRADIENTS, told.round)
+        nodes = self._begin("gradient phase", told, [one.client for one in who])
         messages = {
             client: instruction(GRADIENT, node, arrays, self._order(told, client), self._extra, seconds)
             for client, node in nodes.items()
         }
-        answers = self.exchange.ask(messages, seconds)
-        self._leave_out(answers, _GRADIENTS, told.round)
-        found = {
-            reply.clients[0]: reply for reply in self._readable(answers.replies, read_gradient, told, who, _GRADIENTS)
-        }
-        for client, reply in found.items():
+        found = {}
+        for reply in self._readable(self._ask(messages, seconds), read_gradient, told, who, weighed=False):
+            (client,) = reply.clients
             self._holds_point[client] = told.round
             self._gradients.put(client, reply.vector, reply=reply)
+            found[client] = reply
         return found
 
     def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
@@ -162,10 +157,10 @@ class FlowerEngine(LocalClients):
         if not wanted:
             return
         self._gradients.begin(told, alone=True)
-        nodes = self._nodes(list(wanted), _TRAINING, told.round)
+        nodes = self._begin("training phase", told, list(wanted))
         point, common, seconds = point_arrays(told.point), _common_arrays(told), self.patience.train_seconds
 
-        def ask(clients: Iterable[int], *, again: bool) -> Answers:
+        def ask(clients: Iterable[int], *, again: bool) -> dict[int, Message]:
             messages = {}
             for client in clients:
                 own = self._own_vectors(told, wanted[client])
@@ -175,19 +170,17 @@ class FlowerEngine(LocalClients):
                 if again or self._holds_point.get(client) != told.round:
                     arrays |= point
                 messages[client] = instruction(TRAIN, nodes[client], arrays, order, self._extra, seconds)
-            return self.exchange.ask(messages, seconds)
+            return self._ask(messages, seconds)
 
-        answers = ask(nodes, again=False)
-        replies = answers.replies
-        self._leave_out(answers, _TRAINING, told.round)
+        replies = ask(nodes, again=False)
         forgetful = [client for client, message in replies.items() if metrics_of(message).get(LOST)]
         if forgetful:
             self._differing |= {client for client in forgetful if metrics_of(replies[client]).get(DIFFERS)}
             logger.warning("clients %s lack the server's vectors of them; it sends them again", forgetful)
-            answers = ask(forgetful, again=True)
-            self._leave_out(answers, _TRAINING, told.round)
-            replies = {client: reply for client, reply in replies.items() if client not in forgetful} | answers.replies
-        for update in self._readable(replies, read_update, told, wanted.values(), _TRAINING):
+            others = {client: reply for client, reply in replies.items() if client not in forgetful}
+            replies = others | ask(forgetful, again=True)
+        weighed = told.algorithm.needs_gradients  # the weights of ḡ are those of the average
+        for update in self._readable(replies, read_update, told, wanted.values(), weighed=weighed):
             (client,) = update.clients
             self._heard[client] = _Heard(told.round, self._last_heard(client, told.round))
             self._warn_of_unread(client, unread_settings(replies[client]))
@@ -267,8 +260,9 @@ def _missing_vectors(own: Mapping[str, Tensor], order: Order, *, everything: boo
 class _AllHere(Roster):
     """The roster of a grid in this process, where nobody needs to be asked."""
 
-    def __init__(self, exchange: Exchange, patience: Patience, grid: InProcessGrid) -> None:
-        super().__init__(exchange, patience)
+    def __init__(self, grid: InProcessGrid) -> None:
+        # In one process the same clients give the same answers.
+        super().__init__(grid, Patience(retries=0))
         self._grid = grid
 
     def locate(self, clients: Sequence[int], needed: int) -> dict[int, int]:
@@ -279,8 +273,4 @@ class _AllHere(Roster):
 def in_process_engine(federation: Federation, device: torch.device | str = "cpu") -> FlowerEngine:
     """Return an engine that runs Flower's apps in this process, one client after the other."""
     app = client_app(federation.task, device=device, algorithms=[type(part) for part in federation.algorithm.parts])
-    grid = InProcessGrid(app, len(federation.task.clients))
-    patience = Patience(retries=0)  # in one process the same clients give the same answers
-    exchange = Exchange(grid, patience.poll_seconds)
-    roster = _AllHere(exchange, patience, grid)
-    return FlowerEngine(grid, federation, patience=patience, roster=roster, exchange=exchange, device=device)
+    return FlowerEngine(federation, _AllHere(InProcessGrid(app, len(federation.task.clients))), device=device)

@@ -144,8 +144,8 @@ class Roster:
     spoke last counts.
     """
 
-    def __init__(self, exchange: Exchange, patience: Patience) -> None:
-        self._exchange, self._patience = exchange, patience
+    def __init__(self, grid: Grid, patience: Patience) -> None:
+        self.exchange, self.patience = Exchange(grid, patience.poll_seconds), patience
         self._asked: dict[str, tuple[int, float]] = {}  # by message: the node, and until when it may answer
         self._not_before: dict[int, float] = {}
         self._client_of: dict[int, int] = {}
@@ -158,20 +158,20 @@ class Roster:
 
     def refresh(self) -> None:
         """Forget the nodes that left, ask the new ones, and read the answers that have come."""
-        present, now = set(self._exchange.grid.get_node_ids()), time.monotonic()
+        present, now = set(self.exchange.grid.get_node_ids()), time.monotonic()
         self._client_of = {node: client for node, client in self._client_of.items() if node in present}
         self._node_of = {client: node for client, node in self._node_of.items() if node in present}
         self._asked = {key: (node, end) for key, (node, end) in self._asked.items() if node in present and end > now}
         pending = {node for node, _ in self._asked.values()} | set(self._client_of)
         new = [node for node in sorted(present - pending) if self._not_before.get(node, 0.0) <= now]
-        ttl = self._patience.connect_seconds
+        ttl = self.patience.connect_seconds
         messages = [Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=ttl) for node in new]
-        for node, message_id in zip(new, self._exchange.push(messages), strict=True):
+        for node, message_id in zip(new, self.exchange.push(messages), strict=True):
             self._not_before[node] = now + ASK_AGAIN_SECONDS
             if message_id:
                 self._asked[message_id] = (node, now + ttl)
         if self._asked:
-            for message_id, message in list(self._exchange.pull(self._asked)):
+            for message_id, message in list(self.exchange.pull(self._asked)):
                 self._note(self._asked.pop(message_id)[0], message)
 
     def doubt(self, clients: Iterable[int]) -> None:
@@ -207,7 +207,7 @@ class Roster:
 
     def wait(self, enough: Callable[[], bool]) -> bool:
         """Refresh until there is enough or the patience ends; return whether there is."""
-        for _ in until(time.monotonic() + self._patience.connect_seconds, self._patience.poll_seconds):
+        for _ in until(time.monotonic() + self.patience.connect_seconds, self.patience.poll_seconds):
             self.refresh()
             if enough():
                 return True
@@ -220,7 +220,7 @@ class Roster:
             return {client: self._node_of[client] for client in clients if client in self._node_of}
 
         if not self.wait(lambda: len(here()) >= needed):
-            waited = self._patience.connect_seconds
+            waited = self.patience.connect_seconds
             logger.warning("after %g s, %d of %d clients are connected", waited, len(here()), len(clients))
         return here()
 

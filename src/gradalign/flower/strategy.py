@@ -19,7 +19,7 @@ from gradalign.client import LocalTraining
 from gradalign.devices import check_device
 from gradalign.errors import GradalignError
 from gradalign.flower.engine import FlowerEngine
-from gradalign.flower.exchange import Exchange, Patience, Roster, logger
+from gradalign.flower.exchange import Patience, Roster, logger
 from gradalign.recipes.build import make_federation
 from gradalign.server.describe import describe
 from gradalign.server.federation import Federation
@@ -146,18 +146,9 @@ class AlignedStrategy:
         """Run all rounds, or those that the run folder leaves to do, and return the history and the model."""
         if num_rounds < 1:
             raise GradalignError(f"num_rounds must be at least 1, got {num_rounds}")
-        exchange = Exchange(grid, self.patience.poll_seconds)
-        roster = Roster(exchange, self.patience)
+        roster = Roster(grid, self.patience)
         federation = self.federation(roster, num_rounds)
-        engine = FlowerEngine(
-            grid,
-            federation,
-            patience=self.patience,
-            roster=roster,
-            exchange=exchange,
-            train_config=self._train_config,
-            device=self._device,
-        )
+        engine = FlowerEngine(federation, roster, train_config=self._train_config, device=self._device)
         if self._weights == "examples":
             roster.locate(range(len(federation.task.clients)), len(federation.task.clients))
         logger.info("%s on %d clients, %d rounds", self.algorithm.label, len(federation.task.clients), num_rounds)
