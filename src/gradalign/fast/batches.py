@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradalign.client import LocalTraining
-from gradalign.client.exchange import Broadcast, Gradient, Participant, Update
+from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, Participant, Update
 from gradalign.client.trainer import Setup, gradient_rows, shuffled_passes
 from gradalign.fast.products import cross_entropies
 from gradalign.seeding import Purpose, stream_seeds
@@ -47,6 +47,9 @@ class Neighbours:
     examples: Sequence[TensorExamples]
     out: Sequence[Tensor] | None = None
     """Where the replies' vectors are wanted, one after the other."""
+    along: float = 0.0
+    gradients: Sequence[CachedGradient] = ()
+    """With these, every client starts from x + along·g_i."""
 
     @property
     def sizes(self) -> list[int]:
@@ -57,6 +60,18 @@ class Neighbours:
     def sum(self) -> Tensor:
         """Where the sum of their vectors is to be written."""
         return torch.empty_like(self.told.point.x) if self.out is None else self.out[0]
+
+    def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
+        """Return the clients' inputs and targets client after client, and where each client begins."""
+        examples, starts = self.examples, [0, *itertools.accumulate(self.sizes)][:-1]
+        cut = [one.rows for one in examples if one.rows is not None and one.tensors is examples[0].tensors]
+        if len(cut) == len(examples):  # from one pool of tensors: all in one go
+            inputs, targets = (tensor.index_select(0, torch.cat(cut)) for tensor in examples[0].tensors)
+            return inputs.to(dtype), targets, starts
+        # What lies in tensors of its own is taken as it is.
+        parts = [one.tensors if one.rows is None else one.batch(torch.arange(len(one))) for one in examples]
+        inputs, targets = (torch.cat(side) for side in zip(*parts, strict=True))
+        return inputs.to(dtype), targets, starts
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return w_i of each."""
@@ -108,18 +123,6 @@ class Neighbours:
             "weights": tuple(one.weight for one in who),
             "factor": 1.0 if own is ALL else who[0].weight,
         }
-
-
-def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the clients' inputs and targets client after client, and where each client begins."""
-    starts = [0, *itertools.accumulate(len(one) for one in examples)][:-1]
-    cut = [one.rows for one in examples if one.rows is not None and one.tensors is examples[0].tensors]
-    if len(cut) == len(examples):  # from one pool of tensors: all in one go
-        inputs, targets = (tensor.index_select(0, torch.cat(cut)) for tensor in examples[0].tensors)
-        return inputs.to(dtype), targets, starts
-    # What lies in tensors of its own is taken as it is.
-    parts = [one.tensors if one.rows is None else one.batch(torch.arange(len(one))) for one in examples]
-    return torch.cat([inputs for inputs, _ in parts]).to(dtype), torch.cat([targets for _, targets in parts]), starts
 
 
 def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -16,19 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Update
+from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup
-from gradalign.fast.batches import (
-    Batches,
-    Neighbours,
-    client_losses,
-    gather,
-    nonfinite_members,
-    pad,
-    plan_batches,
-    take,
-)
+from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
 from gradalign.fast.products import own_product, shared_product, stepping_product
 
 COHORT = 25
@@ -55,25 +46,16 @@ class CohortTrainer:
             offset += count
         return blocks
 
-    def _store(self, vectors: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Bring one flat vector per client (None: zero) into the stored order."""
-        clients, given = len(vectors), [vector for vector in vectors if vector is not None]
-        if len(given) == clients:
-            pieces = torch.stack(given).to(self.dtype).split([shape.numel() for shape in self.shapes], dim=1)
-            return torch.cat([piece.reshape(-1) for piece in pieces])
-        stored = torch.zeros(clients * like.numel(), dtype=self.dtype)
-        offset = 0
-        for shape, block in zip(self.shapes, self._blocks(stored, clients), strict=True):
-            for client, vector in enumerate(vectors):
-                if vector is not None:
-                    block[client].copy_(vector[offset : offset + shape.numel()].view(shape))
-            offset += shape.numel()
-        return stored
+    def _store(self, rows: Tensor) -> Tensor:
+        """Bring one row per client into the stored order."""
+        pieces = rows.to(self.dtype).split([shape.numel() for shape in self.shapes], dim=1)
+        return torch.cat([piece.reshape(-1) for piece in pieces])
 
-    def _spread(self, x: Tensor, clients: int) -> Tensor:
-        """Give every client the same vector, in the stored order."""
-        pieces = x.to(self.dtype).split([shape.numel() for shape in self.shapes])
-        return torch.cat([piece.expand(clients, -1).reshape(-1) for piece in pieces])
+    def _given(self, vectors: list[Tensor | None], like: Tensor) -> Tensor | None:
+        """Bring what plans give for each client (None: zero) into the stored order."""
+        if all(vector is None for vector in vectors):
+            return None
+        return self._store(torch.stack([torch.zeros_like(like) if vector is None else vector for vector in vectors]))
 
     def _unstore(self, stored: Tensor, clients: int) -> Tensor:
         """Return one row per client."""
@@ -100,7 +82,7 @@ class CohortTrainer:
 
     def gradients(self, group: Neighbours, cache: GradientCache | None) -> list[Gradient]:
         """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
-        inputs, targets, starts = gather(group.examples, self.dtype)
+        inputs, targets, starts = group.gathered(self.dtype)
         taken = group.gradient_rows(self.setup.seed)
         vectors, losses, right = self._gradients(group.told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
         if cache is not None:
@@ -129,21 +111,12 @@ class CohortTrainer:
         accuracies = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
         return torch.cat([each.flatten(1) for each in reversed(found)], dim=1), losses.detach().double(), accuracies
 
-    def train(
-        self,
-        group: Neighbours,
-        plans: Sequence[Plan],
-        *,
-        along: float = 0.0,
-        gradients: Sequence[CachedGradient] = (),
-    ) -> list[Update]:
-        """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``.
-
-        With ``gradients``, every client starts from x + along·g_i instead.
-        """
-        if gradients:
-            plans = [Plan(displacement=row) for row in along * torch.stack([own.vector for own in gradients])]
-        inputs, targets, starts = gather(group.examples, self.dtype)
+    def train(self, group: Neighbours, plans: Sequence[Plan]) -> list[Update]:
+        """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``."""
+        if group.gradients:
+            displacements = group.along * torch.stack([own.vector for own in group.gradients])
+            plans = [Plan(displacement=own) for own in displacements]
+        inputs, targets, starts = group.gathered(self.dtype)
         batches = plan_batches(self.setup, group, starts, self.dtype)
         with torch.enable_grad():
             stored, start, losses = self._walk(group.told, plans, inputs, targets, batches)
@@ -163,7 +136,7 @@ class CohortTrainer:
         """Take all steps; return the end, the start (both stored) and each client's summed loss."""
         count, local, lr = len(plans), self.local, told.lr
         pull, inside = plans[0].pull, plans[0].every_step  # one algorithm plans for all clients of a round
-        y = self._spread(told.point.x, count)
+        y = self._store(told.point.x.expand(count, -1))
         shift = self._given([plan.displaced(None) for plan in plans], told.point.x)
         constant = self._given([plan.correction for plan in plans], told.point.x)
         if pull:
@@ -190,7 +163,7 @@ class CohortTrainer:
             if local.momentum:
                 velocity = direction.clone() if velocity is None else velocity.mul_(local.momentum).add_(direction)
             move = direction if velocity is None else velocity
-            z.add_(move if active is None else self._spread_scalars(active) * move, alpha=-lr)
+            z.add_(move if active is None else self._scaled(move.clone(), active), alpha=-lr)
         return z, start, total
 
     def _walk_bare(self, z: Tensor, count: int, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Tensor:
@@ -205,12 +178,11 @@ class CohortTrainer:
             total += losses.detach()
         return total
 
-    def _given(self, vectors: list[Tensor | None], like: Tensor) -> Tensor | None:
-        return None if all(vector is None for vector in vectors) else self._store(vectors, like)
-
-    def _spread_scalars(self, scalars: Tensor) -> Tensor:
-        """Return one number per client as a stored vector."""
-        return torch.cat([scalars.unsqueeze(1).expand(-1, shape.numel()).reshape(-1) for shape in self.shapes])
+    def _scaled(self, stored: Tensor, factors: Tensor) -> Tensor:
+        """Multiply every client's part of a stored vector by a number, in place."""
+        for block in self._blocks(stored, len(factors)):
+            block.mul_(factors.view(-1, *[1] * (block.ndim - 1)))
+        return stored
 
     def _direction(
         self,
@@ -235,7 +207,7 @@ class CohortTrainer:
             direction.zero_()
             losses.sum().backward()
             norms = torch.linalg.vector_norm(self._unstore(direction, len(losses)), dim=1)
-            direction.mul_(self._spread_scalars((clip / norms).clamp(max=1.0)))
+            self._scaled(direction, (clip / norms).clamp(max=1.0))
             direction.add_(y, alpha=decay)
             if constant is not None:
                 direction.add_(constant)

@@ -23,19 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client.exchange import CachedGradient, Gradient, GradientCache, Update
+from gradalign.client.exchange import Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup
-from gradalign.fast.batches import (
-    Batches,
-    Neighbours,
-    client_losses,
-    gather,
-    nonfinite_members,
-    pad,
-    plan_batches,
-    take,
-)
+from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
 from gradalign.fast.linear import LARGE, GradientFactors, LargeWeight, Own, large_product
 from gradalign.fast.products import own_product
 from gradalign.fast.spectrum import convolve
@@ -83,23 +74,13 @@ class LockstepTrainer:
         losses += self._sum(found, group, total)
         return [group.gradient(total, losses, counts, [None] * len(counts))]
 
-    def train(
-        self,
-        group: Neighbours,
-        plans: Sequence[Plan],
-        *,
-        along: float = 0.0,
-        gradients: Sequence[CachedGradient] = (),
-    ) -> list[Update]:
-        """Execute every client's plan from the server's point and return Σ w_i Δ_i.
-
-        With ``gradients``, every client starts from x + along·g_i instead.
-        """
+    def train(self, group: Neighbours, plans: Sequence[Plan]) -> list[Update]:
+        """Execute every client's plan from the server's point and return Σ w_i Δ_i."""
         inputs, targets, starts = self._gather(group)
         batches = plan_batches(self.setup, group, starts, self.dtype)
         own = self._start(group.told.point.x, [plan.displaced(None) for plan in plans], factor=-group.told.lr)
-        if gradients:
-            own = self.factors.displace(own, along, gradients)
+        if group.gradients:
+            own = self.factors.displace(own, group.along, group.gradients)
         before = [None if isinstance(one, LargeWeight) else one.clone() for one in own]
         losses = torch.zeros(len(plans), dtype=torch.float64)
         for step in self._steps(own, inputs, targets, batches, group.told.lr):
@@ -112,7 +93,7 @@ class LockstepTrainer:
         return [group.update(total, losses, batches, self.local)]
 
     def _gather(self, group: Neighbours) -> tuple[Tensor, Tensor, list[int]]:
-        inputs, targets, starts = gather(group.examples, self.dtype)
+        inputs, targets, starts = group.gathered(self.dtype)
         return _channels_innermost(inputs), targets, starts
 
     def _start(self, x: Tensor, displacements: Sequence[Tensor | None], *, factor: float) -> Own:
