@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import signal
@@ -26,6 +27,8 @@ from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDic
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 
 import gradalign.flower as gf
+from gradalign.algorithms import LargeBatchGradAlign
+from gradalign.algorithms.plan import Algorithm, Plan
 from gradalign.cli.app import app
 from gradalign.runs.folder import read_metrics
 
@@ -60,7 +63,7 @@ def test_the_bits_of_the_local_engine(name):
 @pytest.mark.parametrize(
     ("algorithm", "local"),
     [
-        (ga.GradAlign(beta=0.1), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=8)),
+        (LargeBatchGradAlign(beta=0.1), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=8)),
         (ga.LinearScaling(), ga.LocalTraining(lr=0.02, batch_size=8)),
         (
             ga.FedGA(beta=0.1) + ga.Scaffold(control="kept"),
@@ -169,6 +172,19 @@ def test_a_client_that_fails_is_left_out_and_the_others_give_what_the_formula_gi
     assert any("client 2 is left out" in text and reason in text for text in caplog.messages), caplog.messages
     if phase == "train.gradient":  # not asked to train in the round it failed in
         assert grid.log.count(("train", 2)) == 2
+
+
+def test_a_node_that_flower_calls_unavailable_is_not_waited_for_again():
+    """The SuperLink's own answer for a dead node: it must say who it is before it is asked for work again."""
+
+    def fault(message, client, reply):
+        first = message.metadata.message_type == "train" and message.metadata.group_id == "1" and client == 2
+        return Message(Error(code=5, reason="Node Unavailable"), reply_to=message) if first else reply
+
+    grid = FaultyGrid(gf.client_app(blobs()), 6, fault)
+    result = start(blobs(), ga.FedAvg(), grid, rounds=2, per_round=None)
+    assert result.history["failed"] == [None, 1, 0]
+    assert [grid.log.count(("query.partition", client)) for client in (1, 2)] == [1, 2]
 
 
 def start(task, algorithm, grid, *, rounds=4, per_round=4, patience=QUICK, **more):
@@ -360,6 +376,27 @@ def test_algorithms_of_ones_own_are_given_to_both_sides():
     assert torch.equal(vector(result), vector(expected))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uphill(Algorithm):
+    """Displaces by β g_i, without a gradient phase: a client takes its own gradient before it trains."""
+
+    beta: float = 0.1
+    uses_own_gradient = True
+
+    def plan(self, view):
+        return Plan(displacement=self.beta * view.gradient)
+
+
+def test_a_client_takes_its_own_gradient_without_a_trip_to_the_server():
+    local = dataclasses.replace(LOCAL, gradient_examples=8)
+    options = {"rounds": 2, "local": local, "measure": ga.Measure(train_every=0)}
+    here = ga.run(blobs(), Uphill(), workers=0, **options)
+    same(ga.run(blobs(), Uphill(), engine="flower", **options), here)
+    plain = ga.run(blobs(), ga.FedAvg(), workers=0, **options)
+    assert not torch.equal(vector(here), vector(plain))
+    assert here.history["communication_rounds"] == plain.history["communication_rounds"]
+
+
 # Flower's own parts
 
 
@@ -423,7 +460,7 @@ def test_a_mod_that_fails_leaves_the_client_out():
 # A training loop of one's own
 
 
-def own_app(task):
+def own_app(task, **total):
     """The loops of docs/flower.md on whole clients: what client_app does with steps=3 and no batch size."""
     app = gf.aligned_app(examples=lambda context: len(task.clients[context.node_config["partition-id"]][1]))
 
@@ -447,18 +484,21 @@ def own_app(task):
             value.backward()
             work.correct()
             optimizer.step()
-        return work.reply(loss=float(value.detach()), examples=len(y), seen=3 * len(y))
+        return work.reply(loss=float(value.detach()), examples=len(y), seen=3 * len(y), **total)
 
     return app
 
 
+def linear_task():
+    def model():
+        return torch.nn.Sequential(torch.nn.Linear(8, 4)).double()
+
+    return ga.Task(model=model, clients=[(x.double(), y) for x, y in blobs().clients])
+
+
 def test_a_loop_of_ones_own_trains_like_the_task():
     """The same mathematics in another order of operations: equal within rounding after three rounds."""
-    base = blobs()
-    task = ga.Task(
-        model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 4)).double(),
-        clients=[(x.double(), y) for x, y in base.clients],
-    )
+    task = linear_task()
     algorithm = ga.FedGA(beta=0.2) + ga.FedProx(mu=0.1) + ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1)
     expected = ga.run(task, algorithm, rounds=3, local=ga.LocalTraining(lr=0.1, steps=3), workers=0)
     strategy = gf.AlignedStrategy(
@@ -466,6 +506,28 @@ def test_a_loop_of_ones_own_trains_like_the_task():
     )
     result = strategy.start(FaultyGrid(own_app(task), 6), num_rounds=3)
     torch.testing.assert_close(vector(result), vector(expected), rtol=1e-10, atol=1e-10)
+
+
+def test_the_old_name_of_the_total_step_size_still_works():
+    """In reply(), with a warning, and in the message of a client of the version before."""
+    task, algorithm = linear_task(), ga.Scaffold(control="kept")
+
+    def rename(message, client, reply):
+        if message.metadata.message_type == "train":
+            metrics = dict(reply.content.metric_records["metrics"])
+            metrics["travel"] = metrics.pop("total-step-size")
+            reply.content["metrics"] = MetricRecord(metrics)
+        return reply
+
+    def run(fault=lambda message, client, reply: reply, **total):
+        strategy = gf.AlignedStrategy(algorithm, task, local=LOCAL, patience=QUICK)
+        return vector(strategy.start(FaultyGrid(own_app(task, **total), 6, fault), num_rounds=2))
+
+    expected = run(total_step_size=0.7)
+    assert not torch.equal(run(), expected)
+    assert torch.equal(run(rename, total_step_size=0.7), expected)
+    with pytest.warns(DeprecationWarning, match="total_step_size"):
+        assert torch.equal(run(travel=0.7), expected)
 
 
 # The command line

@@ -16,6 +16,7 @@ from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.clientapp.mod import fixedclipping_mod
 
 import gradalign.flower as gf
+from gradalign.algorithms import LargeBatchGradAlign
 
 QUICK = gf.Patience(connect_seconds=0.3, gradient_seconds=0.3, train_seconds=0.3, retries=0, poll_seconds=0.02)
 SIZES = (1, 2, 3, 5)
@@ -196,7 +197,7 @@ def test_a_size_that_is_no_number_of_examples_keeps_a_node_out(caplog):
 
 def test_a_loop_of_ones_own_takes_as_many_steps_as_the_algorithm_allows():
     task = uneven_task()
-    one_step = strategy(ga.GradAlign(beta=0.1), task, local=ga.LocalTraining(lr=0.1))
+    one_step = strategy(LargeBatchGradAlign(beta=0.1), task, local=ga.LocalTraining(lr=0.1))
     with pytest.raises(ga.GradalignError, match=r"asks for local\.steps = 1, and this loop took 2"):
         one_step.start(LoggedGrid(own_app(task), 4), num_rounds=1)
 

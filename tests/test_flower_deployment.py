@@ -6,7 +6,6 @@ import importlib.util
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 import gradalign as ga
 from gradalign.algorithms.plan import combine
 from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.recipes.build import make_federation
 from gradalign.runs.folder import read_metrics
@@ -26,8 +26,6 @@ pytest.importorskip("flwr", reason="Flower is not installed; pip install 'gradal
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "flower-fedga"
 LOCAL = ga.LocalTraining(lr=0.2, steps=10, batch_size=32)
-# Long enough for a busy machine to start the clients' processes, which takes a few seconds each.
-SECONDS = 45.0
 
 
 def load_deploy():
@@ -38,20 +36,18 @@ def load_deploy():
     return module
 
 
-@dataclass
-class WithoutReports:
-    """The local engine, on which some clients answer the gradient phase in round 1 and then are gone."""
+class WithoutReports(InProcessEngine):
+    """The local engine, on which a client answers the gradient phase in round 1 and then is gone."""
 
-    engine: InProcessEngine
-    gone: int
+    def __init__(self, setup: Setup, gone: int) -> None:
+        super().__init__(setup)
+        self.gone = gone
 
-    def gradients(self, point, clients, *, round_index, limit=None):
-        there = [client for client in clients if round_index == 0 or client != self.gone]
-        return self.engine.gradients(point, there, round_index=round_index, limit=limit)
+    def gradients(self, told, who):
+        return super().gradients(told, [one for one in who if told.round == 0 or one.client != self.gone])
 
-    def train(self, point, plans, *, round_index, lr):
-        there = ((client, plan) for client, plan in plans if client != self.gone)
-        return self.engine.train(point, there, round_index=round_index, lr=lr)
+    def train(self, told, who):
+        return super().train(told, [one for one in who if one.client != self.gone])
 
 
 def formula(rounds: int, gone: int):
@@ -62,7 +58,7 @@ def formula(rounds: int, gone: int):
     )
     state = ServerState(point=FlatModel(task.make_model(0)).read())
     for _ in range(rounds):
-        state, _ = play_round(federation, WithoutReports(InProcessEngine(task, LOCAL, 0), gone), state)
+        state, _ = play_round(federation, WithoutReports(Setup(task=task, local=LOCAL), gone), state)
     model = task.make_model(0)
     FlatModel(model).load(state.point)
     return model.state_dict()
@@ -83,9 +79,13 @@ def test_a_node_killed_between_the_phases_and_one_without_a_key(tmp_path, monkey
     """
     source = str(Path(ga.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    begin = time.monotonic()
     with load_deploy().Deployment(tmp_path / "d") as deployment:
+        # The server waits this long for the dead client: long enough for this machine, as busy as it is, to start the
+        # other clients' processes. It has just started as many.
+        seconds = min(45.0, max(20.0, 3.0 * (time.monotonic() - begin)))
         intruder = deployment.start_node(3, enrol=False)
-        run = deployment.run(**{"num-server-rounds": 2, "connect-seconds": 150.0, "train-seconds": SECONDS})
+        run = deployment.run(**{"num-server-rounds": 2, "connect-seconds": 150.0, "train-seconds": seconds})
 
         def sent_its_gradient() -> bool:
             assert run.poll() is None, deployment.log("run")

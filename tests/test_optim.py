@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import gradalign as ga
 from conftest import Quadratics, final_point
+from gradalign.algorithms import LargeBatchGradAlign
 
 PARTS = 4
 
@@ -80,7 +81,7 @@ def test_the_runners_gradalign_and_fedga_with_one_step_take_the_same_steps(quadr
     for _ in range(3):
         opt.step(model, range(PARTS))
     local = ga.LocalTraining(lr=0.05, steps=1)
-    for algorithm in (ga.GradAlign(beta=0.3), ga.FedGA(beta=0.3)):
+    for algorithm in (LargeBatchGradAlign(beta=0.3), ga.FedGA(beta=0.3)):
         runner = final_point(ga.run(quadratics.task(), algorithm, rounds=3, local=local, workers=0))
         assert np.abs(model.w.detach().numpy() - runner).max() < 1e-14
 
@@ -343,11 +344,12 @@ def test_copies_and_pickles():
         assert torch.equal(twin.param_groups[0]["params"][0], model[0].weight)
 
 
-def test_without_an_optimizer_it_is_the_round_algorithm():
-    from gradalign import algorithms
-
-    assert ga.GradAlign(beta=0.1) == algorithms.GradAlign(beta=0.1)
-    assert (ga.GradAlign(beta=0.1) + ga.FedAdam()).label == "gradalign+fedadam"
+def test_the_old_call_without_an_optimizer_gives_the_round_algorithm_and_says_its_name():
+    with pytest.warns(DeprecationWarning, match="LargeBatchGradAlign") as caught:
+        made = ga.GradAlign(beta=0.1)
+    assert made == LargeBatchGradAlign(beta=0.1)
+    assert (made + ga.FedAdam()).label == "gradalign+fedadam"
+    assert caught[0].filename == __file__
 
 
 def test_frozen_and_unused_parameters_stay_as_they_are():

@@ -305,7 +305,10 @@ def test_beta_is_checked_wherever_it_comes_from():
         (lambda inner: ga.GradAlign(inner, 0.1, 2), "too many positional arguments"),
         (lambda inner: ga.GradAlign(inner, betas=0.1), "missing a required argument: 'beta'"),
         (lambda inner: ga.GradAlign(inner, 0.1, everyone=2), "unexpected keyword argument 'everyone'"),
-        (lambda inner: ga.GradAlign(0.1), "wraps a torch.optim optimizer, got float; without one it is GradAlign(beta"),
+        (
+            lambda inner: ga.GradAlign(0.1),
+            "wraps a torch.optim optimizer, got float; without one it is LargeBatchGradAlign(beta",
+        ),
         (lambda inner: ga.GradAlign(inner, 0.1, every=1.5), "every must be at least 1"),
     ],
 )
@@ -313,7 +316,7 @@ def test_wrong_arguments_are_told_with_the_public_name(call, sentence):
     with pytest.raises(ga.GradalignError) as caught:
         call(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=LR))
     assert sentence in str(caught.value)
-    assert "TwoVerbs" not in str(caught.value)
+    assert "TwoPassSteps" not in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

@@ -19,34 +19,27 @@ except ModuleNotFoundError:
     raise GradalignError("gradalign.flower needs Flower: pip install 'gradalign[flower]'") from None
 
 if TYPE_CHECKING:
-    from gradalign.flower.client import aligned_app, client_app
-    from gradalign.flower.exchange import Patience
-    from gradalign.flower.grid import InProcessGrid
-    from gradalign.flower.loops import LocalRound, gradient_reply
-    from gradalign.flower.mods import on_update
-    from gradalign.flower.strategy import AlignedStrategy
+    from gradalign.flower.client import aligned_app as aligned_app
+    from gradalign.flower.client import client_app as client_app
+    from gradalign.flower.client import on_update as on_update
+    from gradalign.flower.client_round import LocalRound as LocalRound
+    from gradalign.flower.client_round import gradient_reply as gradient_reply
+    from gradalign.flower.exchange import InProcessGrid as InProcessGrid
+    from gradalign.flower.exchange import Patience as Patience
+    from gradalign.flower.strategy import AlignedStrategy as AlignedStrategy
 
 _HOME_OF = {
     "AlignedStrategy": "strategy",
-    "InProcessGrid": "grid",
-    "LocalRound": "loops",
+    "InProcessGrid": "exchange",
+    "LocalRound": "client_round",
     "Patience": "exchange",
     "aligned_app": "client",
     "client_app": "client",
-    "gradient_reply": "loops",
-    "on_update": "mods",
+    "gradient_reply": "client_round",
+    "on_update": "client",
 }
 
-__all__ = [
-    "AlignedStrategy",
-    "InProcessGrid",
-    "LocalRound",
-    "Patience",
-    "aligned_app",
-    "client_app",
-    "gradient_reply",
-    "on_update",
-]
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
-from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
-from torch import Tensor
 
-from gradalign.algorithms.plan import Algorithm, ClientView, Combination
-from gradalign.client.flat import Point
-from gradalign.client.trainer import LocalTrainer
-from gradalign.engines.local import one_thread
+from gradalign.algorithms.plan import Algorithm
+from gradalign.client.trainer import ClientTrainer, Setup, one_thread
 from gradalign.errors import GradalignError
-from gradalign.flower.memory import ClientMemory, MemoryLostError
+from gradalign.fast import client_trainer
+from gradalign.flower.client_round import ClientRound, leaving
 from gradalign.flower.messages import (
     ARRAYS,
+    CONFIG,
     EXAMPLES,
     METRICS,
+    PARTITION,
+    PARTITIONS,
     SEEN,
+    TOTAL_STEP_SIZE,
+    TRAIN,
+    MemoryLostError,
     Order,
-    build_parts,
-    known_algorithms,
     lost_memory_reply,
-    received_vector,
     reply,
-    to_tensor,
 )
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
-
-PARTITION, PARTITIONS = "partition-id", "num-partitions"
 
 
 def partition_of(context: Context) -> int:
@@ -47,36 +44,18 @@ def partition_of(context: Context) -> int:
     return value
 
 
-_leaving: ContextVar[list[Callable[[Message], None]] | None] = ContextVar("leaving", default=None)
-
-
-def remember_as_sent(name: str, made: Tensor, remember: Callable[[Tensor], None]) -> None:
-    """Remember what comes of a vector: as it was made, and once more as it leaves if a mod changed it on its way."""
-    remember(made)
-
-    def look(answer: Message) -> None:
-        arrays = answer.content.array_records.get(ARRAYS) if answer.has_content() else None
-        sent = to_tensor(arrays[name], made.dtype) if arrays is not None and name in arrays else made
-        if sent.shape == made.shape and not torch.equal(sent, made):
-            remember(sent)
-
-    waiting = _leaving.get()
-    if waiting is not None:
-        waiting.append(look)
-
-
-def _at_the_door(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def at_the_door(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """The outermost Flower mod: sees replies as the server will, and asks it for a memory that is lost."""
-    token = _leaving.set([])
+    token = leaving.set([])
     try:
         answer = call_next(message, context)
-        for look in _leaving.get() or ():
+        for look in leaving.get() or ():
             look(answer)
         return answer
     except MemoryLostError as lost:
         return lost_memory_reply(message, differs=lost.differs)
     finally:
-        _leaving.reset(token)
+        leaving.reset(token)
 
 
 def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Iterable[Mod] = ()) -> ClientApp:
@@ -89,7 +68,7 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
             server goes by the examples of the client's first reply in each round.
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
     """
-    app = ClientApp(mods=[_at_the_door, *mods])
+    app = ClientApp(mods=[at_the_door, *mods])
 
     @app.query("partition")
     def partition(message: Message, context: Context) -> Message:
@@ -104,64 +83,49 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
     return app
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClientRound:
-    """What an order's plan is made from, and how to remember what comes of it."""
+def on_update(mod: Mod, *, gradients: bool = True) -> Mod:
+    """Return a Flower mod that applies ``mod`` to Δ_i, and to g_i in the gradient phase; buffers pass untouched.
 
-    order: Order
-    algorithm: Combination
-    views: Mapping[str, ClientView]
-    memory: ClientMemory
+    Flower's privacy mods expect one ArrayRecord each way with the same names, and take the difference of the two for
+    the update. Ours go down with x and ḡ and come up with the update itself. So the mod is shown what it expects:
+    zeros going down, the update coming up. The difference is then the update, to the bit.
 
-    @classmethod
-    def of(
-        cls, message: Message, order: Order, memory: ClientMemory, point: Point, known: Mapping[str, type[Algorithm]]
-    ) -> ClientRound:
-        """Put together each part's view from what the server sent and what the client kept."""
-        algorithm = build_parts(order.parts, known)
-        x = point.x
-        zero = torch.zeros_like(x)
-        common = ClientView(
-            x=x,
-            lr=order.lr,
-            weight=order.weight,
-            participants=order.participants,
-            gradient=_own_gradient(message, order, memory, x) if algorithm.needs_gradients else None,
-            mean_gradient=received_vector(message, "mean_gradient", x),
-            kept=zero,
-            shared=zero,
-        )
-        views: dict[str, ClientView] = {}
-        for part in algorithm.parts:
-            shared, kept = received_vector(message, f"shared.{part.label}", x), None
-            if part.keeps:
-                kept = received_vector(message, f"kept.{part.label}", x)
-                last = order.memory.get(part.label, -1)
-                if kept is None and last >= 0:
-                    kept = memory.kept(part.label, last, x, order.digests.get(f"kept.{part.label}"))
-            views[part.label] = replace(
-                common, shared=zero if shared is None else shared, kept=zero if kept is None else kept
-            )
-        return cls(order=order, algorithm=algorithm, views=views, memory=memory)
+    Args:
+        mod: For example ``fixedclipping_mod``, ``adaptiveclipping_mod`` or ``LocalDpMod(...)``.
+        gradients: Whether g_i goes through the mod, too. A g_i sent as it is says as much about the data as Δ_i.
+    """
 
-    def remember(self, update: Tensor, total_step_size: float) -> None:
-        """Keep k_i⁺ beside the k_i that the server knows of."""
-        if self.algorithm.keepers:
-            remember_as_sent("update", update, lambda sent: self._keep(sent, total_step_size))
+    def adapted(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        kind = message.metadata.message_type
+        if not (kind == TRAIN or (gradients and kind.startswith(f"{TRAIN}."))):
+            return call_next(message, context)
+        reply = call_next(message, context)
+        if reply.has_error() or ARRAYS not in reply.content.array_records:
+            return reply
+        arrays = reply.content.array_records[ARRAYS]
+        carried = {name: array for name, array in arrays.items() if name in ("update", "gradient")}
+        rest = {name: array for name, array in arrays.items() if name not in ("update", "gradient")}
+        zeros = {name: Array(np.zeros_like(array.numpy())) for name, array in carried.items()}
 
-    def _keep(self, update: Tensor, total_step_size: float) -> None:
-        for part in self.algorithm.keepers:
-            view, last = self.views[part.label], self.order.memory.get(part.label, -1)
-            versions = {self.order.round: part.keep(view, update, total_step_size)}
-            if last >= 0:
-                versions[last] = view.memory()[0]
-            self.memory.put_kept(part.label, versions)
+        def shown_reply(_: Message, __: Context) -> Message:
+            reply.content[ARRAYS] = ArrayRecord(carried)
+            return reply
+
+        seen = _shown(message, zeros)
+        answer = mod(seen, context, shown_reply)
+        if not answer.has_error():
+            answer.content[ARRAYS] = ArrayRecord({**answer.content.array_records[ARRAYS], **rest})
+        return answer
+
+    return adapted
 
 
-def _own_gradient(message: Message, order: Order, memory: ClientMemory, like: Tensor) -> Tensor:
-    """Return g_i as the server has it: sent again, or the one that this client kept."""
-    sent = received_vector(message, "gradient", like)
-    return memory.gradient(order.round, order.limit, like, order.digests.get("gradient")) if sent is None else sent
+def _shown(message: Message, arrays: dict[str, Array]) -> Message:
+    """Return the message as a mod expects it: the same order, other arrays."""
+    content = RecordDict({ARRAYS: ArrayRecord(arrays), CONFIG: message.content.config_records[CONFIG]})
+    shown = Message(content, reply_to=message)
+    shown.metadata.__dict__.update(message.metadata.__dict__)  # so that an error reply finds its way
+    return shown
 
 
 class _TaskClient:
@@ -170,12 +134,13 @@ class _TaskClient:
     def __init__(
         self,
         source: Task | Callable[[Context], Task],
-        algorithms: Mapping[str, type[Algorithm]],
+        algorithms: Iterable[type[Algorithm]],
         device: torch.device | str,
     ) -> None:
-        self._source, self._algorithms, self._device = source, algorithms, device
+        self._source, self._algorithms, self._device = source, list(algorithms), device
         self._made: tuple[str, Task] | None = None
-        self._trainer: tuple[LocalTrainer, Point] | None = None
+        self._trainer: ClientTrainer | None = None
+        self._trained_with: tuple[object, ...] = ()
 
     def task(self, context: Context) -> Task:
         """Return the task of this node."""
@@ -197,47 +162,40 @@ class _TaskClient:
             raise GradalignError(f"{PARTITION} is {client}, but the task {task.name} has {len(task.clients)} clients")
         return task.client(client, seed)
 
-    def _prepare(self, context: Context, order: Order) -> tuple[LocalTrainer, Point]:
-        task = self.task(context)
-        made = self._trainer
+    def _begin(self, message: Message, context: Context) -> tuple[ClientTrainer, ClientRound, Examples]:
+        """Return what an order needs: the trainer, made once, the order with this client's memory, and its examples."""
+        order, task = Order.of(message), self.task(context)
         wanted = (order.local, order.seed, order.fast)
-        if made is None or made[0].task is not task or (made[0].local, made[0].seed, made[0].fast) != wanted:
-            trainer = LocalTrainer(task, order.local, order.seed, self._device, fast=order.fast)
-            made = self._trainer = (trainer, trainer.flat.read())
-        return made
+        if self._trainer is None or self._trainer.task is not task or self._trained_with != wanted:
+            setup = Setup(task=task, local=order.local, seed=order.seed, device=self._device, fast=order.fast)
+            self._trainer, self._trained_with = client_trainer(setup), wanted
+            self._like = self._trainer.flat.read()
+        work = ClientRound(message, context, self._like, self._algorithms)
+        return self._trainer, work, self.examples(context, order.seed)
 
     def gradient(self, message: Message, context: Context) -> Message:
-        """Answer the gradient phase: g_i at the server's point, kept for this round's training."""
-        order, memory = Order.of(message), ClientMemory(context)
+        """Answer the gradient phase: g_i at the server's point, remembered for this round's training."""
         with one_thread():
-            trainer, like = self._prepare(context, order)
-            examples = self.examples(context, order.seed)
-            found = trainer.gradient(
-                memory.point(message, order.round, like),
-                examples,
-                client=order.client,
-                round_index=order.round,
-                limit=order.limit,
-            )
-        memory.put_point(message, order.round)
-        remember_as_sent("gradient", found.gradient.cpu(), lambda g: memory.put_gradient(g, order.round, order.limit))
-        numbers = {"loss": found.loss, "accuracy": found.accuracy, EXAMPLES: len(examples), SEEN: found.examples}
-        return reply(message, {"gradient": found.gradient}, numbers)
+            trainer, work, examples = self._begin(message, context)
+            found = trainer.gradient(work.told, work.who, examples)
+        work.remember_gradient(found.vector.cpu())
+        numbers = {"loss": found.losses[0], "accuracy": found.accuracies[0]}
+        numbers |= {EXAMPLES: len(examples), SEEN: found.examples}
+        return reply(message, {"gradient": found.vector}, numbers)
 
     def train(self, message: Message, context: Context) -> Message:
         """Answer the training phase: make the plan, carry it out, report Δ_i."""
-        order, memory = Order.of(message), ClientMemory(context)
-        examples = self.examples(context, order.seed)
         with one_thread():
-            trainer, like = self._prepare(context, order)
-            point = memory.point(message, order.round, like)
-            brief = ClientRound.of(message, order, memory, point, self._algorithms)
-            plan = brief.algorithm.plan(dict(brief.views))
-            done = trainer.train(point, plan, examples, client=order.client, round_index=order.round, lr=order.lr)
-        brief.remember(done.update.cpu(), done.total_step_size)
-        numbers = {"loss": done.loss, "steps": done.steps, "travel": done.total_step_size}
-        numbers |= {EXAMPLES: len(examples), SEEN: done.examples}
-        return reply(message, {"update": done.update, "floats": done.floats, "ints": done.ints}, numbers)
+            trainer, work, examples = self._begin(message, context)
+            taken = 0
+            if work.gradient is None and work.told.algorithm.uses_own_gradient:  # without a trip to the server
+                own = trainer.gradient(work.told, work.who, examples)
+                work.gradient, taken = own.vector.cpu(), own.examples
+            done = trainer.train(work.told, work.who, work.plan(), examples)
+        work.remember_update(done.vector.cpu(), done.total_step_sizes[0])
+        numbers = {"loss": done.losses[0], "steps": done.steps[0], TOTAL_STEP_SIZE: done.total_step_sizes[0]}
+        numbers |= {EXAMPLES: len(examples), SEEN: done.examples + taken}
+        return reply(message, {"update": done.vector, "floats": done.floats, "ints": done.ints}, numbers)
 
 
 def client_app(
@@ -256,8 +214,7 @@ def client_app(
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
         device: Where the model runs.
     """
-    known = known_algorithms(algorithms)
-    client = _TaskClient(task, known, device)
+    client = _TaskClient(task, algorithms, device)
     app = aligned_app(examples=lambda context: len(client.examples(context)), mods=mods)
     app.train("gradient")(client.gradient)
     app.train()(client.train)

@@ -1,4 +1,4 @@
-"""Sending messages and collecting replies, with an end to every wait; and finding out which node holds whose data."""
+"""Messages and replies with an end to every wait, who is on which node, and a grid of nodes in this process."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import NamedTuple
 
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
 
 from gradalign.errors import GradalignError
-from gradalign.flower.client import PARTITION, PARTITIONS
-from gradalign.flower.messages import EXAMPLES, METRICS, QUERY
+from gradalign.flower.messages import EXAMPLES, PARTITION, PARTITIONS, QUERY, metrics_of
 
 # A child of Flower's own logger: what is said here stands beside what Flower says, in the same form.
 logger = logging.getLogger("flwr.gradalign")
 
 ASK_AGAIN_SECONDS = 10.0
+# What the SuperLink itself answers for a node that is gone.
+_UNAVAILABLE = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +65,7 @@ class Traffic:
     bytes_up: int = 0
 
 
-@dataclass(frozen=True)
-class Answers:
+class Answers(NamedTuple):
     """What came of a phase: the replies, why other clients have none, and which of these did not say a word."""
 
     replies: dict[int, Message]
@@ -75,12 +82,8 @@ class Exchange:
     """Pushes messages and pulls replies through a grid. Flower's own ``send_and_receive`` looks every 3 seconds."""
 
     def __init__(self, grid: Grid, poll_seconds: float) -> None:
-        self._grid, self._poll = grid, poll_seconds
+        self.grid, self._poll = grid, poll_seconds
         self.traffic = Traffic()
-
-    def node_ids(self) -> set[int]:
-        """Return the nodes that are connected."""
-        return set(self._grid.get_node_ids())
 
     def push(self, messages: Sequence[Message]) -> list[str]:
         """Send messages; an empty id stands for one that Flower refused."""
@@ -88,12 +91,11 @@ class Exchange:
             return []
         self.traffic.messages_down += len(messages)
         self.traffic.bytes_down += sum(payload(message) for message in messages)
-        ids = [message_id or "" for message_id in self._grid.push_messages(messages)]
+        ids = [message_id or "" for message_id in self.grid.push_messages(messages)]
         return ids if len(ids) == len(messages) else [""] * len(messages)
 
     def pull(self, ids: Iterable[str]) -> Iterator[tuple[str, Message]]:
-        """Yield what has been replied to these messages."""
-        for message in self._grid.pull_messages(list(ids)):
+        for message in self.grid.pull_messages(list(ids)):
             self.traffic.messages_up += 1
             self.traffic.bytes_up += payload(message)
             yield message.metadata.reply_to_message_id, message
@@ -103,6 +105,7 @@ class Exchange:
         waiting: dict[str, int] = {}
         replies: dict[int, Message] = {}
         failures: dict[int, str] = {}
+        silent: set[int] = set()
         for client, message_id in zip(messages, self.push(list(messages.values())), strict=True):
             if message_id:
                 waiting[message_id] = client
@@ -115,12 +118,13 @@ class Exchange:
                 client = waiting.pop(message_id)
                 if message.has_error():
                     failures[client] = f"it failed: {message.error.reason or f'error code {message.error.code}'}"
+                    silent |= {client} if message.error.code in _UNAVAILABLE else set()
                 else:
                     replies[client] = message
             if not waiting:
                 break
-        silent = set(waiting.values())
-        return Answers(replies, failures | dict.fromkeys(silent, f"no answer within {seconds:g} s"), silent)
+        failures |= dict.fromkeys(waiting.values(), f"no answer within {seconds:g} s")
+        return Answers(replies, failures, silent | set(waiting.values()))
 
 
 def until(deadline: float, poll_seconds: float) -> Iterator[None]:
@@ -133,12 +137,6 @@ def until(deadline: float, poll_seconds: float) -> Iterator[None]:
         time.sleep(min(poll_seconds, left))
 
 
-@dataclass(frozen=True)
-class _Asked:
-    node: int
-    until: float
-
-
 class Roster:
     """Who is where: clients are known by their partition-id, Flower's nodes by random numbers.
 
@@ -146,9 +144,9 @@ class Roster:
     spoke last counts.
     """
 
-    def __init__(self, exchange: Exchange, patience: Patience) -> None:
-        self._exchange, self._patience = exchange, patience
-        self._asked: dict[str, _Asked] = {}
+    def __init__(self, grid: Grid, patience: Patience) -> None:
+        self.exchange, self.patience = Exchange(grid, patience.poll_seconds), patience
+        self._asked: dict[str, tuple[int, float]] = {}  # by message: the node, and until when it may answer
         self._not_before: dict[int, float] = {}
         self._client_of: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
@@ -160,21 +158,21 @@ class Roster:
 
     def refresh(self) -> None:
         """Forget the nodes that left, ask the new ones, and read the answers that have come."""
-        present, now = self._exchange.node_ids(), time.monotonic()
+        present, now = set(self.exchange.grid.get_node_ids()), time.monotonic()
         self._client_of = {node: client for node, client in self._client_of.items() if node in present}
         self._node_of = {client: node for client, node in self._node_of.items() if node in present}
-        self._asked = {key: asked for key, asked in self._asked.items() if asked.node in present and asked.until > now}
-        pending = {asked.node for asked in self._asked.values()} | set(self._client_of)
+        self._asked = {key: (node, end) for key, (node, end) in self._asked.items() if node in present and end > now}
+        pending = {node for node, _ in self._asked.values()} | set(self._client_of)
         new = [node for node in sorted(present - pending) if self._not_before.get(node, 0.0) <= now]
-        ttl = self._patience.connect_seconds
+        ttl = self.patience.connect_seconds
         messages = [Message(RecordDict(), dst_node_id=node, message_type=QUERY, ttl=ttl) for node in new]
-        for node, message_id in zip(new, self._exchange.push(messages), strict=True):
+        for node, message_id in zip(new, self.exchange.push(messages), strict=True):
             self._not_before[node] = now + ASK_AGAIN_SECONDS
             if message_id:
-                self._asked[message_id] = _Asked(node, now + ttl)
+                self._asked[message_id] = (node, now + ttl)
         if self._asked:
-            for message_id, message in list(self._exchange.pull(self._asked)):
-                self._note(self._asked.pop(message_id).node, message)
+            for message_id, message in list(self.exchange.pull(self._asked)):
+                self._note(self._asked.pop(message_id)[0], message)
 
     def doubt(self, clients: Iterable[int]) -> None:
         """Take nodes that did not answer for gone until they say who they are again.
@@ -188,11 +186,10 @@ class Roster:
                 self._not_before.pop(node, None)
 
     def _note(self, node: int, message: Message) -> None:
-        metrics = message.content.metric_records.get(METRICS) if message.has_content() else None
-        client = metrics.get(PARTITION) if metrics is not None else None
-        examples = metrics.get(EXAMPLES) if metrics is not None else None
+        metrics = metrics_of(message)
+        client, examples, total = metrics.get(PARTITION), metrics.get(EXAMPLES), metrics.get(PARTITIONS)
         wrong = examples is not None and (not isinstance(examples, int) or examples < 1)
-        if metrics is None or not isinstance(client, int) or wrong:
+        if not isinstance(client, int) or wrong:
             reason = message.error.reason if message.has_error() else "its app does not answer query.partition"
             reason = f"it says that it has {examples} examples, and must have at least 1" if wrong else reason
             if self.complaints.get(node) != reason:
@@ -203,7 +200,6 @@ class Roster:
         if other is not None and other != node:
             logger.warning("nodes %s and %s both hold partition %s; the second is used", other, node, client)
         self._client_of[node], self._node_of[client] = client, node
-        total = metrics.get(PARTITIONS)
         if isinstance(examples, int):
             self.sizes[client] = examples
             self.told.add(client)
@@ -211,7 +207,7 @@ class Roster:
 
     def wait(self, enough: Callable[[], bool]) -> bool:
         """Refresh until there is enough or the patience ends; return whether there is."""
-        for _ in until(time.monotonic() + self._patience.connect_seconds, self._patience.poll_seconds):
+        for _ in until(time.monotonic() + self.patience.connect_seconds, self.patience.poll_seconds):
             self.refresh()
             if enough():
                 return True
@@ -224,6 +220,81 @@ class Roster:
             return {client: self._node_of[client] for client in clients if client in self._node_of}
 
         if not self.wait(lambda: len(here()) >= needed):
-            waited = self._patience.connect_seconds
+            waited = self.patience.connect_seconds
             logger.warning("after %g s, %d of %d clients are connected", waited, len(here()), len(clients))
         return here()
+
+
+class InProcessGrid(Grid):
+    """Runs a ClientApp for many clients without Ray, SuperLink or waiting.
+
+    What a real grid gives is given here, too: random-looking node ids, a context with a state for each node, and an
+    error reply in place of an exception. A message is answered when it is pushed, so a timeout cannot cut it short.
+    """
+
+    def __init__(self, app: ClientApp, clients: int, *, run_id: int = 1) -> None:
+        self._app, self._clients, self._run_id = app, clients, run_id
+        self._contexts: dict[int, Context] = {}
+        self._replies: dict[str, Message] = {}
+        self._numbers = count(1)
+        # Flower writes the running task into every message, and has one only in processes that it started itself.
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
+
+    def set_run(self, run: Run) -> None:
+        self._run_id = run.run_id
+
+    @property
+    def run(self) -> Run:
+        return Run.create_empty(self._run_id)
+
+    def node_id(self, client: int) -> int:
+        """Return the node of a client: an odd multiplier modulo 2⁶² shuffles the numbers and loses none."""
+        return (client + 1) * 0x9E3779B97F4A7C15 % 2**62
+
+    @cached_property
+    def _client_of(self) -> dict[int, int]:
+        return {self.node_id(client): client for client in range(self._clients)}
+
+    def get_node_ids(self) -> list[int]:
+        return list(self._client_of)
+
+    def context(self, client: int) -> Context:
+        """Return a client's context, made when it is first needed."""
+        if client not in self._contexts:
+            self._contexts[client] = Context(
+                run_id=self._run_id,
+                node_id=self.node_id(client),
+                node_config={PARTITION: client, PARTITIONS: self._clients},
+                state=RecordDict(),
+                run_config={},
+            )
+        return self._contexts[client]
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)  # only Flower's interface asks
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Have every message answered; return their ids."""
+        ids = []
+        for message in messages:
+            message_id = f"message-{next(self._numbers)}"
+            message.metadata.__dict__["_message_id"] = message_id  # as Flower's own grids do
+            self._replies[message_id] = self.answer(message, self._client_of[message.metadata.dst_node_id])
+            ids.append(message_id)
+        return ids
+
+    def answer(self, message: Message, client: int) -> Message:
+        """Return the client's reply, or the error that Flower makes of what it raised."""
+        try:
+            return self._app(message, self.context(client))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        return self.pull_messages(self.push_messages(messages))

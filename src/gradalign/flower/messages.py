@@ -18,11 +18,10 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from gradalign import algorithms
+from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination
-from gradalign.algorithms.rules import ServerRule
 from gradalign.client import LocalTraining
-from gradalign.client.exchange import ClientGradient, ClientUpdate
+from gradalign.client.exchange import Gradient, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.errors import GradalignError
 
@@ -30,10 +29,23 @@ ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
 QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
 LOST, DIFFERS = "memory-lost", "memory-differs"
 EXAMPLES, SEEN, UNREAD = "num-examples", "examples-seen", "settings-unread"
+TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"
+PARTITION, PARTITIONS = "partition-id", "num-partitions"
 
 
 class BadReplyError(GradalignError):
     """A client's reply that cannot be used; the message is the reason."""
+
+
+class MemoryLostError(GradalignError):
+    """The server counts on a vector that this client does not have, or not with the same bits.
+
+    It is missing when a SuperNode was restarted; it ``differs`` when Δ_i or g_i was changed on its way to the server.
+    """
+
+    def __init__(self, text: str, *, differs: bool = False) -> None:
+        super().__init__(text)
+        self.differs = differs
 
 
 def to_array(tensor: Tensor) -> Array:
@@ -91,29 +103,23 @@ class Order:
             raise GradalignError(f"this message is not from a gradalign server: {error}") from None
 
 
-def describe_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
+def named_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
     """Return an algorithm whose schedules are resolved as plain values."""
-    return tuple({"name": part.label} | dataclasses.asdict(part) for part in algorithm.parts)
+    return tuple({"name": label} | values for label, values in algorithm.values().items())
 
 
-def known_algorithms(more: Iterable[type[Algorithm]]) -> dict[str, type[Algorithm]]:
-    """Return the algorithms that a server may name: the built-in ones and these."""
-    built_in = [kind for kind in vars(algorithms).values() if isinstance(kind, type) and issubclass(kind, Algorithm)]
-    return {kind.__name__.lower(): kind for kind in (*built_in, *more)}
-
-
-def build_parts(parts: Iterable[Mapping[str, Any]], known: Mapping[str, type[Algorithm]]) -> Combination:
-    """Return the algorithm that an order describes; the server's rule stays at the server."""
-    made: list[Algorithm] = []
-    for part in parts:
-        name = str(part["name"])
+def algorithm_of(order: Order, more: Iterable[type[Algorithm]]) -> Combination:
+    """Return the algorithm that an order names, of built-in classes and these; the server's rule stays there."""
+    known = {label: kind for label, kind in known_algorithms().items() if kind.__module__.startswith("gradalign.")}
+    known |= {kind.label: kind for kind in more}
+    values = {str(part["name"]): {key: part[key] for key in part if key != "name"} for part in order.parts}
+    for name in values:
         if name not in known:
             raise GradalignError(
                 f'this client does not know the algorithm "{name}" (it knows {", ".join(known)}); install the '
                 "server's version of gradalign here, or give client_app(algorithms=...) your own algorithm"
             )
-        made.append(known[name](**{key: value for key, value in part.items() if key != "name"}))
-    return Combination(tuple(made), ServerRule())
+    return Combination.from_values(values, known)
 
 
 def point_arrays(point: Point) -> dict[str, Array]:
@@ -146,12 +152,6 @@ def received_point(arrays: ArrayRecord, like: Point) -> Point:
     return Point(vector("x", like.x), vector("floats", like.floats), vector("ints", like.ints))
 
 
-def received_vector(message: Message, name: str, like: Tensor) -> Tensor | None:
-    """Return a vector that a message may carry."""
-    arrays = message.content.array_records[ARRAYS]
-    return to_tensor(arrays[name], like.dtype) if name in arrays else None
-
-
 def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str, int | float | None]) -> Message:
     """Return a reply; empty vectors and unknown numbers are left out."""
     arrays = {name: to_array(vector) for name, vector in vectors.items() if vector.numel()}
@@ -162,6 +162,11 @@ def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str,
 def lost_memory_reply(message: Message, *, differs: bool) -> Message:
     """Return the reply of a client that does not have a vector the server speaks of, or has another one."""
     return Message(RecordDict({METRICS: MetricRecord({LOST: 1, DIFFERS: int(differs)})}), reply_to=message)
+
+
+def metrics_of(message: Message) -> MetricRecord:
+    """Return a message's numbers; an error has none."""
+    return message.content.metric_records.get(METRICS, MetricRecord()) if message.has_content() else MetricRecord()
 
 
 def _number(record: MetricRecord, name: str) -> float:
@@ -196,13 +201,16 @@ def _records(message: Message) -> tuple[ArrayRecord, MetricRecord]:
     return content.array_records[ARRAYS], content.metric_records[METRICS]
 
 
-def read_gradient(message: Message, point: Point) -> ClientGradient:
+def read_gradient(message: Message, point: Point, client: int, weight: float) -> Gradient:
     """Return g_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
-    return ClientGradient(
-        gradient=_replied_vector(arrays, "gradient", point.x),
-        loss=_number(metrics, "loss"),
-        accuracy=_number(metrics, "accuracy") if "accuracy" in metrics else None,
+    return Gradient(
+        clients=(client,),
+        weights=(weight,),
+        vector=_replied_vector(arrays, "gradient", point.x),
+        factor=weight,
+        losses=(_number(metrics, "loss"),),
+        accuracies=(_number(metrics, "accuracy") if "accuracy" in metrics else None,),
         examples=_seen(metrics),
     )
 
@@ -231,15 +239,19 @@ def unread_settings(message: Message) -> str:
     return str(record[UNREAD]) if record is not None and UNREAD in record else ""
 
 
-def read_update(message: Message, point: Point) -> ClientUpdate:
+def read_update(message: Message, point: Point, client: int, weight: float) -> Update:
     """Return Δ_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
-    return ClientUpdate(
-        update=_replied_vector(arrays, "update", point.x),
+    total = OLD_TOTAL_STEP_SIZE if OLD_TOTAL_STEP_SIZE in metrics else TOTAL_STEP_SIZE
+    return Update(
+        clients=(client,),
+        weights=(weight,),
+        vector=_replied_vector(arrays, "update", point.x),
+        factor=weight,
         floats=_replied_vector(arrays, "floats", point.floats),
         ints=_replied_vector(arrays, "ints", point.ints),
-        loss=_number(metrics, "loss"),
-        steps=int(_number(metrics, "steps")),
+        losses=(_number(metrics, "loss"),),
+        steps=(int(_number(metrics, "steps")),),
         examples=_seen(metrics),
-        total_step_size=_number(metrics, "travel"),
+        total_step_sizes=(_number(metrics, total),),
     )

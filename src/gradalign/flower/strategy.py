@@ -1,15 +1,16 @@
-"""The server's side: what goes into a Flower ServerApp."""
+"""The server's side: what goes into a Flower ServerApp, and clients whose data is elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.serverapp import Grid
-from torch import nn
+from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
@@ -18,14 +19,45 @@ from gradalign.client import LocalTraining
 from gradalign.devices import check_device
 from gradalign.errors import GradalignError
 from gradalign.flower.engine import FlowerEngine
-from gradalign.flower.exchange import Exchange, Patience, Roster, logger
-from gradalign.flower.remote import RemoteClients
+from gradalign.flower.exchange import Patience, Roster, logger
 from gradalign.recipes.build import make_federation
 from gradalign.server.describe import describe
 from gradalign.server.federation import Federation
 from gradalign.server.measure import Measure, Row
 from gradalign.server.runner import CHECKPOINT_SECONDS, Result
+from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
+
+
+class _RemoteExamples(Examples):
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def batch(self, index: Tensor) -> Any:
+        """Refuse: the examples are at the client."""
+        raise GradalignError("the client's examples are on its own node, not on the server")
+
+
+class RemoteClients(Sequence[Examples]):
+    """The clients as the server sees them; ``sizes`` may grow while nodes connect."""
+
+    elsewhere = True  # their data is not looked at here
+
+    def __init__(self, total: int, sizes: Mapping[int, int]) -> None:
+        self._total, self._sizes = total, sizes
+
+    def __len__(self) -> int:
+        return self._total
+
+    def weight(self, client: int) -> float:
+        """Return how many examples a client has; NaN while it has not said so, which no average takes for a number."""
+        return float(self._sizes.get(client, math.nan))
+
+    def __getitem__(self, client: Any) -> Any:
+        return _RemoteExamples(self._sizes.get(client, 1))
 
 
 class AlignedStrategy:
@@ -51,9 +83,10 @@ class AlignedStrategy:
             which the next round uses again; by default only the test examples are looked at.
         seed: The seed of everything random.
         out: A folder to write the run to. A server that is started again with the same folder goes on from there.
-        checkpoint_seconds: How much work a crash of the server may cost; 0 keeps a checkpoint after every round.
+        checkpoint_seconds: How much work a crash of the server may cost; 0 writes a checkpoint after every round.
         train_config: More values for every message's ConfigRecord, for example ``{"clipping_norm": 1.0}`` for mods.
         device: Where the server evaluates.
+        fast: Use faster ways of computing, on both sides, that give the same result up to rounding.
     """
 
     def __init__(
@@ -73,6 +106,7 @@ class AlignedStrategy:
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
         train_config: Mapping[str, Any] | None = None,
         device: torch.device | str = "cpu",
+        fast: bool = True,
     ) -> None:
         self.algorithm = combine(algorithm)
         self.task = task if isinstance(task, Task) else Task(model=task, clients=RemoteClients(1, {}), name="flower")
@@ -80,7 +114,7 @@ class AlignedStrategy:
         self.patience = patience or Patience()
         self.measure = measure or Measure(train_every=0)
         self._clients, self._per_round, self._weights = clients, clients_per_round, weights
-        self._min_fraction, self._seed, self._device = min_fraction, seed, check_device(device)
+        self._min_fraction, self._seed, self._device, self._fast = min_fraction, seed, check_device(device), fast
         self._train_config = dict(train_config or {})
         self._where = RunOptions(out=out, resume=True, checkpoint_seconds=checkpoint_seconds, progress=False)
 
@@ -103,6 +137,7 @@ class AlignedStrategy:
             weights=self._weights,
             dropout=0.0,
             seed=self._seed,
+            fast=self._fast,
             min_fraction=self._min_fraction,
             rounds=rounds,
         )
@@ -111,18 +146,9 @@ class AlignedStrategy:
         """Run all rounds, or those that the run folder leaves to do, and return the history and the model."""
         if num_rounds < 1:
             raise GradalignError(f"num_rounds must be at least 1, got {num_rounds}")
-        exchange = Exchange(grid, self.patience.poll_seconds)
-        roster = Roster(exchange, self.patience)
+        roster = Roster(grid, self.patience)
         federation = self.federation(roster, num_rounds)
-        engine = FlowerEngine(
-            grid,
-            federation,
-            patience=self.patience,
-            roster=roster,
-            exchange=exchange,
-            train_config=self._train_config,
-            device=self._device,
-        )
+        engine = FlowerEngine(federation, roster, train_config=self._train_config, device=self._device)
         if self._weights == "examples":
             roster.locate(range(len(federation.task.clients)), len(federation.task.clients))
         logger.info("%s on %d clients, %d rounds", self.algorithm.label, len(federation.task.clients), num_rounds)

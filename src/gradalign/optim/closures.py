@@ -1,4 +1,4 @@
-"""GradAlign's step when the parts come with a closure: who is computed when, and what is kept meanwhile.
+"""GradAlign's step when the parts come with a closure: who is computed when, and what is stored meanwhile.
 
 Each way leaves the step's gradient in ``.grad`` and returns the mean loss at x. Whatever the closure raises, the
 parameters, buffers and random generators are put back first.
@@ -6,79 +6,47 @@ parameters, buffers and random generators are put back first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradalign.errors import GradalignError
-from gradalign.optim.averaging import DdpWatch
-from gradalign.optim.pending import scaled_gradients
-from gradalign.optim.ranks import Gradients, Ranks, positive_weight
+from gradalign.optim.ranks import (
+    Gradients,
+    Ranks,
+    all_finite,
+    displaced_points,
+    put_gradients,
+    put_values,
+    swap,
+    take_gradients,
+)
 from gradalign.optim.two_passes import FrozenBuffers, RandomState, TwoPasses, random_state, set_random_state
-from gradalign.optim.vectors import all_finite, displaced_points, put_gradients, put_values, swap, take_gradients
-
-Parts = list[tuple[Any, ...]]
+from gradalign.optim.wrapper import DdpWatch
 
 
-def as_parts(
-    batch: Sequence[Any], parts: int | Iterable[Any] | None, weights: Sequence[float] | None
-) -> tuple[Parts, list[float]]:
-    """Return the closure's arguments for every part, and the parts' weights.
-
-    ``step(closure)`` is one part without arguments, ``step(closure, parts)`` an iterable of parts, and
-    ``step(loss_fn, inputs, targets, parts=8)`` tensors that are cut along their first dimension, weighted by length.
-    """
-    if isinstance(parts, int):
-        arguments, sizes = _cut(batch, parts)
-        weights = sizes if weights is None else weights
-    elif batch and (len(batch) > 1 or parts is not None):
-        raise GradalignError("give step() a closure and the parts, or tensors and the number of parts as parts=8")
-    else:
-        given = batch[0] if batch else parts
-        arguments = [()] if given is None else [(part,) for part in given]
-    if not arguments:
-        raise GradalignError("step() was given no parts; a batch needs at least one")
-    weights = [1.0] * len(arguments) if weights is None else list(weights)
-    if len(weights) != len(arguments):
-        raise GradalignError(f"weights must be {len(arguments)} positive numbers, one for each part, got {weights}")
-    return arguments, [positive_weight(weight, "the weight of a part") for weight in weights]
-
-
-def _cut(batch: Sequence[Any], parts: int) -> tuple[Parts, list[float]]:
-    lengths = {len(t) if isinstance(t, Tensor) and t.ndim else -1 for t in batch}
-    if len(lengths) != 1 or -1 in lengths:
-        raise GradalignError("parts=n cuts tensors that have the same first dimension; give other batches as a list")
-    (length,) = lengths
-    if parts < 1:
-        raise GradalignError(f"parts must be at least 1, got {parts}")
-    if length == 0:
-        raise GradalignError("step() was given a batch of 0 examples; leave such batches out")
-    # A loader's last batch may have fewer examples than parts: then every example is a part.
-    pieces = list(zip(*(t.tensor_split(min(parts, length)) for t in batch), strict=True))
-    return pieces, [float(len(piece[0])) for piece in pieces]
+def _refuse_averaging() -> NoReturn:
+    raise GradalignError(
+        "the DistributedDataParallel model would average the parts' gradients before GradAlign sees them; "
+        "give it as GradAlign(..., model=model)"
+    )
 
 
 @contextmanager
-def _refuse_synchronised_models() -> Iterator[None]:
-    """Refuse a DistributedDataParallel model that would average the first pass's gradients by itself."""
-
-    def check(module: nn.Module, _: object) -> None:
-        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
-            raise GradalignError(
-                "the DistributedDataParallel model would average the parts' gradients before GradAlign sees them; "
-                "give it as GradAlign(..., model=model)"
-            )
-
-    hook = nn.modules.module.register_module_forward_pre_hook(check)
+def _scaled_gradients(parameters: Sequence[nn.Parameter], factor: float) -> Iterator[None]:
+    """Multiply what arrives in ``.grad``, before anybody (DistributedDataParallel) sees it."""
+    handles = [] if factor == 1.0 else [p.register_hook(lambda g: g * factor) for p in parameters]
     try:
         yield
     finally:
-        hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass
@@ -86,7 +54,7 @@ class ClosureStep:
     """One step on given parts."""
 
     closure: Callable[..., Any]
-    parts: Parts
+    parts: Sequence[tuple[Any, ...]]
     weights: list[float]
     parameters: list[nn.Parameter]
     ranks: Ranks
@@ -97,7 +65,7 @@ class ClosureStep:
     watch: DdpWatch
 
     def __post_init__(self) -> None:
-        self.passes = TwoPasses(self.parameters, self.ranks, self.buffers)
+        self.passes = TwoPasses(self.parameters, self.buffers)
         self.weight = self.all_weight = sum(self.weights)
         # loss / n and not loss · (1/n): the bits of the usual loop that accumulates gradients.
         self.divisors = [self.weight / w for w in self.weights]
@@ -107,10 +75,11 @@ class ClosureStep:
     def _quiet(self) -> AbstractContextManager[Any]:
         if self.model is not None:
             return self.model.no_sync()
-        return _refuse_synchronised_models() if self.ranks.size > 1 else nullcontext()
+        return self.watch.refusing(self.parameters, _refuse_averaging) if self.ranks.size > 1 else nullcontext()
 
-    def _run(self, arguments: tuple[Any, ...], divisor: float, *, synchronised: bool = False) -> Tensor:
+    def _run(self, index: int, divisor: float, *, synchronised: bool = False) -> Tensor:
         """Let the closure compute one part's loss and add its gradient, divided, to ``.grad``."""
+        arguments = self.parts[index]
         clean = all(p.grad is None for p in self.parameters)
         with nullcontext() if synchronised else self._quiet():
             with torch.enable_grad():
@@ -125,22 +94,19 @@ class ClosureStep:
             (loss if divisor == 1.0 else loss / divisor).backward()
         return loss.detach().reshape(())
 
-    def _add_loss(self, loss: Tensor, divisor: float) -> None:
-        self.loss = loss / divisor if self.loss is None else self.loss + loss / divisor
-
     def _first(self, index: int, divisor: float, *, synchronised: bool = False) -> RandomState:
         """Make one part's first pass; return the random state it began with."""
         before = random_state(self.passes.device)
-        loss = self._run(self.parts[index], divisor, synchronised=synchronised)
-        self._add_loss(loss, self.divisors[index])
+        loss = self._run(index, divisor, synchronised=synchronised) / self.divisors[index]
+        self.loss = loss if self.loss is None else self.loss + loss
         return before
 
     def _reduce(self, gradients: Gradients, *, with_loss: bool) -> Gradients:
         """Return the mean over the ranks; the loss travels along with the first one of a step."""
-        mean = self.ranks.mean(self.parameters, gradients, self.weight, self.loss if with_loss else None)
-        self.loss = mean.loss if with_loss else self.loss
-        self.all_weight = mean.weight
-        return mean.gradients
+        loss = self.loss if with_loss else None
+        means, loss, self.all_weight = self.ranks.mean(self.parameters, gradients, self.weight, loss)
+        self.loss = loss if with_loss else self.loss
+        return means
 
     def _tell(self, *, lost: bool = False) -> bool:
         """Agree on loss and weight where no flat vector carries them; return whether any rank lost its gradient."""
@@ -154,7 +120,7 @@ class ClosureStep:
         """Weigh this rank's gradients before DistributedDataParallel takes the plain mean of all ranks'."""
         if not self.overlap:
             return nullcontext()
-        return scaled_gradients(self.parameters, self.weight * self.ranks.size / self.all_weight)
+        return _scaled_gradients(self.parameters, self.weight * self.ranks.size / self.all_weight)
 
     def _finish(self, *, with_loss: bool) -> None:
         """Replace this rank's gradient in ``.grad`` by the mean over all ranks."""
@@ -182,8 +148,7 @@ class ClosureStep:
         """Fill ``.grad`` with the mean of the displaced gradients: two passes, n + 1 vectors."""
         passes = self.passes
         for i, weight in enumerate(self.weights):
-            random = self._first(i, 1.0)
-            passes.collect(weight, random)
+            passes.collect(weight, self._first(i, 1.0))
         mean = self._reduce(passes.local_mean(), with_loss=True)
         if not all_finite(mean):
             put_gradients(self.parameters, mean)
@@ -191,14 +156,14 @@ class ClosureStep:
         passes.aim(beta, mean)
         del mean  # its memory now holds x
         try:
-            for arguments in self.parts:
+            for i in range(len(self.parts)):
                 passes.visit(self.same_randomness)
                 with self._weighted_for_ddp():
-                    self._run(arguments, 1.0, synchronised=self.overlap)
+                    self._run(i, 1.0, synchronised=self.overlap)
                 passes.gather()
         finally:
             passes.go_home(self.same_randomness)
-        put_gradients(self.parameters, passes.total())
+        put_gradients(self.parameters, passes.total)
         self._finish(with_loss=False)
 
     def low_memory(self, beta: float) -> None:
@@ -208,56 +173,58 @@ class ClosureStep:
         if not all_finite(mean):
             put_gradients(self.parameters, mean)
             return
-        after = random_state(self.passes.device)
-        self.buffers.start()
-        try:
-            for i, arguments in enumerate(self.parts):
-                so_far = take_gradients(self.parameters)
-                self._set_random(states[i])
-                self._run(arguments, 1.0)
-                own = take_gradients(self.parameters)
-                put_gradients(self.parameters, so_far)
-                del so_far  # two names for one tensor would make backward copy instead of add
-                self._add_displaced(i, displaced_points(self.parameters, mean, own, beta), states[i])
-                del own  # it is x by now, and the next part's gradient is about to come
-        finally:
-            self.buffers.stop()
-            self._set_random(after)
+        with self._second_passes():
+            for i, state in enumerate(states):
+                self._set_random(state)
+                # Its memory is x by the time that the next part's gradient comes, so it gets no name here.
+                self._add_displaced(i, mean, self._apart(partial(self._run, i, 1.0)), beta, state)
         self._finish(with_loss=False)
 
     def with_previous(self, beta: float, mean: Gradients) -> None:
         """The same with a ḡ that is known already: two passes, three vectors, one all-reduce."""
         nonfinite = False
         for i in range(len(self.parts)):
-            so_far = take_gradients(self.parameters)
-            before = self._first(i, 1.0)
-            own = take_gradients(self.parameters)
-            put_gradients(self.parameters, so_far)
-            del so_far
+            before = random_state(self.passes.device)
+            own = self._apart(partial(self._first, i, 1.0))
             nonfinite = not all_finite(own)
             if self.overlap:  # the averaging of the second pass is DDP's: all must make it, or nobody
                 nonfinite = self._tell(lost=nonfinite)
             if nonfinite:
                 break
-            after = random_state(self.passes.device)
-            self.buffers.start()
-            try:
-                self._add_displaced(i, displaced_points(self.parameters, mean, own, beta), before)
-                del own
-            finally:
-                self.buffers.stop()
-                self._set_random(after)
+            with self._second_passes():
+                self._add_displaced(i, mean, own, beta, before)
+            del own
         if nonfinite:  # the other ranks do not know: NaN in the mean tells them
             put_gradients(self.parameters, [torch.full_like(p, float("nan")) for p in self.parameters])
         self._finish(with_loss=True)
 
-    def _add_displaced(self, index: int, points: Gradients, random: RandomState) -> None:
-        """Add one part's gradient at its displaced point to ``.grad``."""
+    def _apart(self, run: Callable[[], object]) -> Gradients:
+        """Return the gradient of a run, and leave the sum in ``.grad`` without it."""
+        so_far = take_gradients(self.parameters)
+        run()
+        own = take_gradients(self.parameters)
+        put_gradients(self.parameters, so_far)  # by its only name: with a second one backward would copy, not add
+        return own
+
+    @contextmanager
+    def _second_passes(self) -> Iterator[None]:
+        """Put the buffers and the generators back afterwards."""
+        after = random_state(self.passes.device)
+        self.buffers.start()
+        try:
+            yield
+        finally:
+            self.buffers.stop()
+            self._set_random(after)
+
+    def _add_displaced(self, index: int, mean: Gradients, own: Gradients, beta: float, random: RandomState) -> None:
+        """Add one part's gradient at its displaced point to ``.grad``; the memory of ``own`` is used up."""
+        points = displaced_points(self.parameters, mean, own, beta)
         swap(self.parameters, points)
         try:
             self._set_random(random)
             with self._weighted_for_ddp():
-                self._run(self.parts[index], self.divisors[index], synchronised=self.overlap)
+                self._run(index, self.divisors[index], synchronised=self.overlap)
         finally:
             put_values(self.parameters, points)
 

@@ -3,46 +3,68 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradalign import algorithms
-from gradalign.algorithms.schedule import Schedule
+from gradalign.algorithms import LargeBatchGradAlign
+from gradalign.algorithms.schedule import as_plain, from_plain
 from gradalign.errors import GradalignError
-from gradalign.optim.beta import as_plain, from_plain
-from gradalign.optim.closures import ClosureStep, as_parts
+from gradalign.optim.closures import ClosureStep
+from gradalign.optim.ranks import forget_derived_values, positive_weight
 from gradalign.optim.two_pass_steps import TwoPassSteps
-from gradalign.optim.vectors import forget_derived_values
 
 STATE = "gradalign"
 
 
-class _ByArguments(type):
-    """Lets ``GradAlign(optimizer, beta=…)`` wrap an optimizer while ``GradAlign(beta=…)`` is the round algorithm."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if not args and "optimizer" not in kwargs:
-            return algorithms.GradAlign(**kwargs)
-        try:
-            inspect.signature(TwoPassSteps.__init__).bind(None, *args, **kwargs)
-        except TypeError as error:
-            if args and not isinstance(args[0], Optimizer):
-                kind = type(args[0]).__name__
-                raise GradalignError(
-                    f"GradAlign wraps a torch.optim optimizer, got {kind}; without one it is GradAlign(beta=0.1)"
-                ) from None
-            raise GradalignError(f"GradAlign(optimizer, beta=0.1, ...): {error}") from None
-        return super().__call__(*args, **kwargs)
+Parts = list[tuple[Any, ...]]
 
 
-class GradAlign(TwoPassSteps, metaclass=_ByArguments):
+def _as_parts(
+    batch: Sequence[Any], parts: int | Iterable[Any] | None, weights: Sequence[float] | None
+) -> tuple[Parts, list[float]]:
+    """Return the closure's arguments for every part, and the parts' weights.
+
+    ``step(closure)`` is one part without arguments, ``step(closure, parts)`` an iterable of parts, and
+    ``step(loss_fn, inputs, targets, parts=8)`` tensors that are cut along their first dimension, weighted by length.
+    """
+    if isinstance(parts, int):
+        arguments, sizes = _cut(batch, parts)
+        weights = sizes if weights is None else weights
+    elif batch and (len(batch) > 1 or parts is not None):
+        raise GradalignError("give step() a closure and the parts, or tensors and the number of parts as parts=8")
+    else:
+        given = batch[0] if batch else parts
+        arguments = [()] if given is None else [(part,) for part in given]
+    if not arguments:
+        raise GradalignError("step() was given no parts; a batch needs at least one")
+    weights = [1.0] * len(arguments) if weights is None else list(weights)
+    if len(weights) != len(arguments):
+        raise GradalignError(f"weights must be {len(arguments)} positive numbers, one for each part, got {weights}")
+    return arguments, [positive_weight(weight, "the weight of a part") for weight in weights]
+
+
+def _cut(batch: Sequence[Any], parts: int) -> tuple[Parts, list[float]]:
+    lengths = {len(t) if isinstance(t, Tensor) and t.ndim else -1 for t in batch}
+    if len(lengths) != 1 or -1 in lengths:
+        raise GradalignError("parts=n cuts tensors that have the same first dimension; give other batches as a list")
+    (length,) = lengths
+    if parts < 1:
+        raise GradalignError(f"parts must be at least 1, got {parts}")
+    if length == 0:
+        raise GradalignError("step() was given a batch of 0 examples; leave such batches out")
+    # A loader's last batch may have fewer examples than parts: then every example is a part.
+    pieces = list(zip(*(t.tensor_split(min(parts, length)) for t in batch), strict=True))
+    return pieces, [float(len(piece[0])) for piece in pieces]
+
+
+class GradAlign(TwoPassSteps):
     """Wraps an optimizer so that its steps align the gradients of the parts of a batch.
 
-    Without an optimizer, ``GradAlign(beta=0.1)`` is the round algorithm of that name for ``gradalign.run``.
+    The round algorithm for ``gradalign.run`` is ``LargeBatchGradAlign``.
 
     Args:
         optimizer: Any torch optimizer whose ``step()`` needs no closure.
@@ -52,7 +74,7 @@ class GradAlign(TwoPassSteps, metaclass=_ByArguments):
         reuse: "previous" takes ḡ from the step before (the gradient that was stepped with) and saves an all-reduce.
             The displacements then no longer average to zero: all parts are also shifted together, by β times the
             change of the mean gradient since the last step.
-        memory: "full" keeps n + 1 gradient-sized vectors for n parts. "low" keeps three and computes every part's
+        memory: "full" holds n + 1 gradient-sized vectors for n parts. "low" holds three and computes every part's
             first gradient twice. The two verbs always work as "full".
         same_randomness: Give both passes of a part the same random numbers of torch: dropout draws the same masks.
         model: The model, needed when it is wrapped in DistributedDataParallel or compiled. Its buffers (batch-norm
@@ -68,27 +90,24 @@ class GradAlign(TwoPassSteps, metaclass=_ByArguments):
         optimizer: The wrapped optimizer.
     """
 
-    if TYPE_CHECKING:
-        # __call__ of the metaclass, in the words a type checker understands.
-        @overload
-        def __new__(cls, *, beta: float | Schedule, form: str = "start") -> _RoundAlgorithm: ...
+    if not TYPE_CHECKING:  # a type checker goes by __init__
 
-        @overload
-        def __new__(
-            cls,
-            optimizer: Optimizer,
-            beta: float | Schedule,
-            *,
-            every: int = 1,
-            reuse: Literal["previous"] | None = None,
-            memory: Literal["full", "low"] = "full",
-            same_randomness: bool = True,
-            model: nn.Module | None = None,
-            process_group: dist.ProcessGroup | None = None,
-            overlap: bool = False,
-        ) -> GradAlign: ...
-
-        def __new__(cls, *args: Any, **kwargs: Any) -> GradAlign: ...
+        def __new__(cls, *args: Any, **given: Any) -> Any:
+            """Tell wrong arguments with the public name; the round algorithm was once made by this name, too."""
+            if not args and "beta" in given and "optimizer" not in given:
+                text = "GradAlign(beta=...) without an optimizer is called LargeBatchGradAlign(beta=...) now"
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                return LargeBatchGradAlign(**given)
+            try:
+                if args or given:  # a copy is made without arguments
+                    inspect.signature(cls.__init__).bind(None, *args, **given)
+            except TypeError as error:
+                if args and not isinstance(args[0], Optimizer):
+                    kind = type(args[0]).__name__
+                    text = f"GradAlign wraps a torch.optim optimizer, got {kind}; without one it is"
+                    raise GradalignError(f"{text} LargeBatchGradAlign(beta=0.1)") from None
+                raise GradalignError(f"GradAlign(optimizer, beta=0.1, ...): {error}") from None
+            return super().__new__(cls)
 
     def align(
         self,
@@ -107,7 +126,7 @@ class GradAlign(TwoPassSteps, metaclass=_ByArguments):
             raise GradalignError(
                 "GradScaler cannot scale a closure's loss; use displace() and step(), or bfloat16 without a scaler"
             )
-        arguments, numbers = as_parts(batch, parts, weights)
+        arguments, numbers = _as_parts(batch, parts, weights)
         cut_short = isinstance(parts, int) and parts > 1  # a last batch of one example: nothing to warn of
         aligned = self.aligning and not self._alone(len(arguments), expected=cut_short)
         if self.overlap and aligned and len(arguments) > 1:
@@ -212,9 +231,3 @@ class GradAlign(TwoPassSteps, metaclass=_ByArguments):
         if own["previous"] is not None:
             pairs = zip(self.all_parameters(), own["previous"], strict=True)
             self._previous = {p: g.to(p.device, p.dtype, copy=True) for p, g in pairs if g is not None}
-
-
-if TYPE_CHECKING:
-
-    class _RoundAlgorithm(GradAlign, algorithms.GradAlign):
-        """What ``GradAlign(beta=…)`` may be used as: never made, only believed in by type checkers."""

@@ -1,7 +1,6 @@
-"""The ranks of a torch.distributed job as GradAlign sees them: weighted means, each sent as one flat vector.
+"""Lists of gradients, one entry per parameter: taken, put and added here, and averaged over the ranks of a job.
 
-Who they are is asked at every step, since a process group may be started, or started anew, after the optimizer was
-made. Without a process group, or with a single rank, everything here is a no-op and costs nothing.
+Whoever changes the parameters' values also makes torch forget what it derived from the old ones.
 """
 
 from __future__ import annotations
@@ -15,11 +14,91 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from gradalign.errors import GradalignError
 
 Gradients = list[Tensor | None]
 """One entry per parameter; None where the parameter took no part in the loss, as in torch."""
+
+
+def forget_derived_values() -> None:
+    """Drop what torch derived from the parameters and remembers: forwards would go on with the old point's values.
+
+    Inside ``torch.autocast`` these are the weights' 16-bit copies, inside ``parametrize.cached()`` the weights that
+    parametrizations gave.
+    """
+    torch.clear_autocast_cache()
+    cached: dict[tuple[int, str], Tensor | None] = getattr(parametrize, "_cache", {})
+    cached.clear()
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
+    """Take the gradients away from the parameters."""
+    for p in parameters:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise GradalignError(
+                f"GradAlign needs dense gradients, got a {p.grad.layout} one for a parameter of shape "
+                f"{tuple(p.shape)}; make its layer with sparse=False"
+            )
+    taken = [p.grad for p in parameters]
+    put_gradients(parameters, [None] * len(parameters))
+    return taken
+
+
+def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+    """Make these the parameters' gradients."""
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
+
+
+def add_gradients(total: Gradients, more: Gradients, share: float) -> Gradients:
+    """Return total + share · more; the memory of both is used up."""
+    for j, g in enumerate(more):
+        if g is not None:
+            so_far = total[j]
+            total[j] = g.mul_(share) if so_far is None else so_far.add_(g, alpha=share)
+    return total
+
+
+def all_finite(gradients: Gradients) -> bool:
+    """Return whether no gradient holds NaN or infinity, with one wait for the device."""
+    checks = [torch.isfinite(g).all() for g in gradients if g is not None]
+    return bool(torch.stack(checks).all()) if checks else True
+
+
+@torch.no_grad()
+def put_values(parameters: Sequence[nn.Parameter], values: Gradients) -> None:
+    """Overwrite the parameters, where there is a value."""
+    for p, value in zip(parameters, values, strict=True):
+        if value is not None:
+            p.copy_(value)
+    forget_derived_values()
+
+
+@torch.no_grad()
+def displaced_points(parameters: Sequence[nn.Parameter], mean: Gradients, own: Gradients, beta: float) -> Gradients:
+    """Turn g_i into x − β(ḡ − g_i) in place; None where a parameter stays at x."""
+    points: Gradients = []
+    for p, m, g in zip(parameters, mean, own, strict=True):
+        if m is None:
+            points.append(None)
+        elif g is None:
+            points.append(torch.sub(p, m, alpha=beta))
+        else:
+            points.append(torch.add(p, g.sub_(m), alpha=beta, out=g))
+    return points
+
+
+@torch.no_grad()
+def swap(parameters: Sequence[nn.Parameter], points: Gradients) -> None:
+    """Exchange the parameters' values with these, exactly, through one parameter-sized piece of memory at a time."""
+    for p, point in zip(parameters, points, strict=True):
+        if point is not None:
+            before = p.detach().clone()
+            p.copy_(point)
+            point.copy_(before)
+    forget_derived_values()
 
 
 class Mean(NamedTuple):
@@ -31,7 +110,11 @@ class Mean(NamedTuple):
 
 
 class Ranks:
-    """All ranks of a process group; the default group when none is given."""
+    """All ranks of a process group; the default group when none is given.
+
+    Who they are is asked at every step, since a group may be started, or started anew, after the optimizer was made.
+    Without one, or with a single rank, everything here is a no-op and costs nothing.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -133,7 +216,7 @@ class Ranks:
         offset = 0
         for p, mark in zip(parameters, marks, strict=True):
             piece = flat[offset : offset + p.numel()].view(p.shape)
-            # A mark that is not a number means a weight that is not: the gradient is kept so that it shows.
+            # A mark that is not a number means a weight that is not: the gradient stays so that it shows.
             means.append(None if mark == 0.0 else piece.to(p.dtype))
             offset += p.numel()
         return Mean(means, None if loss is None else flat[-2].clone(), total)

@@ -10,14 +10,12 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gradalign.errors import GradalignError
-from gradalign.optim.base import AlignedOptimizer
-from gradalign.optim.pending import LastPart, PlainGradient
-from gradalign.optim.ranks import Gradients, positive_weight
-from gradalign.optim.two_passes import TwoPasses, random_state
-from gradalign.optim.vectors import all_finite, put_gradients, take_gradients
+from gradalign.optim.ranks import Gradients, all_finite, positive_weight, put_gradients, take_gradients
+from gradalign.optim.two_passes import LastPart, PlainGradient, TwoPasses, random_state
+from gradalign.optim.wrapper import OptimizerWrapper
 
 
-class TwoPassSteps(AlignedOptimizer):
+class TwoPassSteps(OptimizerWrapper):
     """Everything of ``GradAlign`` but the step with a closure and the state dict."""
 
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to step()
@@ -27,7 +25,7 @@ class TwoPassSteps(AlignedOptimizer):
         if isinstance(self._pending, PlainGradient):  # a second pass begins that will add nothing
             self._pending.put()
             return
-        super().zero_grad(set_to_none)
+        self.optimizer.zero_grad(set_to_none)
         if self._passes is None:
             self._meet_ranks()
             self._mark_random()
@@ -37,12 +35,13 @@ class TwoPassSteps(AlignedOptimizer):
         self._random = random_state(parameters[0].device) if parameters else None
 
     def collect(self, weight: float = 1.0) -> None:
-        """Keep what lies in ``.grad`` as the gradient of one part, after that part's first backward.
+        """Take what lies in ``.grad`` as the gradient of one part, after that part's first backward.
 
         For several parts in one process, and for a weight; a single part is collected by ``displace``.
         """
         weight = positive_weight(weight, "the weight of a part")
-        self._refuse_late_part()
+        if self._finite is not None or (self._passes is not None and (self._passes.displaced or self._passes.staying)):
+            raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
         if self._watch.averages and self._ranks.size > 1:
             self._give_up(
                 "DistributedDataParallel averaged this part over the ranks before collect() could weigh it; put the "
@@ -50,16 +49,13 @@ class TwoPassSteps(AlignedOptimizer):
             )
         self._collect(weight)
 
-    def _refuse_late_part(self) -> None:
-        if self._finite is not None or (self._passes is not None and (self._passes.displaced or self._passes.staying)):
-            raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
-
-    def _collect(self, weight: float) -> None:
+    def _collect(self, weight: float) -> TwoPasses:
         if self._passes is None:
             self._meet_ranks(after_a_pass=True)
-            self._passes = TwoPasses(self.trained_parameters(), self._ranks, self._buffers)
+            self._passes = TwoPasses(self.trained_parameters(), self._buffers)
         self._passes.collect(weight, self._random or random_state(self._passes.device))
         self._mark_random()
+        return self._passes
 
     def displace(self, scaler: GradScaler | None = None) -> bool:
         """Move the parameters to the next part's displaced point, ready for its second forward and backward.
@@ -79,14 +75,11 @@ class TwoPassSteps(AlignedOptimizer):
             raise GradalignError("the step is prepared already; call step() before the next displace()")
         passes = self._passes
         if passes is None or not passes.parts:
-            self._collect(1.0)
-            passes = self._passes
-        assert passes is not None
+            passes = self._collect(1.0)
         if passes.staying:
             return False
         if not passes.displaced:
-            scale = self._unscale_first_pass(passes, scaler)
-            return self._begin(passes, scale)
+            return self._begin(passes, self._unscale_first_pass(passes, scaler))
         if passes.visited == len(passes.parts):
             raise GradalignError("every part was displaced already; call step(), or restore() to give the step up")
         if not passes.gather():
@@ -131,9 +124,8 @@ class TwoPassSteps(AlignedOptimizer):
 
     def _mean(self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float) -> Gradients:
         """Return the mean over the ranks, and remember the sum of their weights."""
-        found = self._ranks.mean(parameters, gradients, weight, None)
-        self._all_weight = found.weight
-        return found.gradients
+        means, _, self._all_weight = self._ranks.mean(parameters, gradients, weight, None)
+        return means
 
     def _stay(self, passes: TwoPasses, gradients: Gradients, scale: float) -> bool:
         """Put the step's gradient, scaled as the user's own would be, into ``.grad`` for the rest of the step."""
@@ -150,7 +142,7 @@ class TwoPassSteps(AlignedOptimizer):
             # DDP takes the plain mean over ranks: what it averages is weighted before.
             whole = self._all_weight / self._ranks.size if self.overlap else passes.weight
             share = passes.parts[-1].weight / whole
-            self._pending = LastPart(passes.parameters, passes.total(), share)
+            self._pending = LastPart(passes.parameters, passes.total, share)
 
     def _unscale_first_pass(self, passes: TwoPasses, scaler: GradScaler | None) -> float:
         """Undo the scale of the gradients at x, and return it."""
@@ -266,10 +258,10 @@ class TwoPassSteps(AlignedOptimizer):
         parameters = self.trained_parameters()
         self._finite = all_finite([p.grad for p in parameters])
         if self.reuse:
-            kept = {p: p.grad.detach().clone() for p in parameters if p.grad is not None}
-            self._previous = kept if self._finite else None
+            previous = {p: p.grad.detach().clone() for p in parameters if p.grad is not None}
+            self._previous = previous if self._finite else None
 
     def _take_previous(self, parameters: Sequence[nn.Parameter]) -> Gradients | None:
-        """Return the ḡ kept from the step before, to be used up."""
-        kept, self._previous = self._previous, None
-        return None if kept is None else [kept.get(p) for p in parameters]
+        """Return the ḡ of the step before, to be used up."""
+        previous, self._previous = self._previous, None
+        return None if previous is None else [previous.get(p) for p in parameters]

@@ -11,14 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import Gradients, Ranks
-from gradalign.optim.vectors import add_gradients, forget_derived_values, put_copies, put_values, take_gradients
+from gradalign.optim.ranks import (
+    Gradients,
+    add_gradients,
+    forget_derived_values,
+    put_gradients,
+    put_values,
+    take_gradients,
+)
 
 RandomState = tuple[Tensor, Tensor | None]
 
@@ -52,20 +59,19 @@ class FrozenBuffers:
             if (id(module), name) not in self._saved:
                 self._saved[id(module), name] = (module, name, buffer, buffer.detach().clone())
 
+    def _save_trained(self, module: nn.Module, _: object) -> None:
+        if module.training:
+            self._save(module)
+
     def start(self) -> None:
         """Begin to watch."""
         if self._hook is not None or self._saved:
             return
-        if self._model is not None:
+        if self._model is None:
+            self._hook = nn.modules.module.register_module_forward_pre_hook(self._save_trained)
+        else:
             for module in self._model.modules():
                 self._save(module)
-            return
-
-        def before_forward(module: nn.Module, _: object) -> None:
-            if module.training:
-                self._save(module)
-
-        self._hook = nn.modules.module.register_module_forward_pre_hook(before_forward)
 
     @torch.no_grad()
     def stop(self) -> None:
@@ -91,24 +97,25 @@ class Part:
 class TwoPasses:
     """The working memory of one step: parts are collected, then visited at their displaced points in the same order."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ranks: Ranks, buffers: FrozenBuffers) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], buffers: FrozenBuffers) -> None:
         if not parameters:
             raise GradalignError("no parameter of the optimizer requires a gradient")
         devices = {p.device for p in parameters}
         if len(devices) > 1:
             named = " and ".join(sorted(str(device) for device in devices))
             raise GradalignError(f"GradAlign needs all parameters on one device, got {named}")
-        self.parameters, self.ranks, self.device = parameters, ranks, parameters[0].device
+        self.parameters, self.device = parameters, parameters[0].device
         self.parts: list[Part] = []
         self.visited = 0
         self.staying = False
         """This step is a plain one: second passes are made at x, if at all, and count for nothing."""
         self.nonfinite = False
         """This rank's gradient is not finite and the other ranks do not know it yet."""
+        self.total: Gradients = [None] * len(parameters)
+        """The sum of what was gathered, each times its share."""
         self._buffers = buffers
         self._home: Gradients | None = None
         self._beta = 0.0
-        self._total: Gradients = [None] * len(parameters)
         self._after: RandomState | None = None
 
     @property
@@ -122,7 +129,7 @@ class TwoPasses:
         return self._home is not None
 
     def collect(self, weight: float, random: RandomState) -> None:
-        """Keep what lies in ``.grad`` as the next part's gradient at x."""
+        """Take what lies in ``.grad`` as the next part's gradient at x."""
         self.parts.append(Part(take_gradients(self.parameters), weight, random))
 
     def local_mean(self) -> Gradients:
@@ -131,9 +138,9 @@ class TwoPasses:
         for part in self.parts:
             share = part.weight / self.weight
             for j, g in enumerate(part.vectors):
-                kept = mean[j]
+                so_far = mean[j]
                 if g is not None:
-                    mean[j] = g * share if kept is None else kept.add_(g, alpha=share)
+                    mean[j] = g * share if so_far is None else so_far.add_(g, alpha=share)
         return mean
 
     @torch.no_grad()
@@ -142,7 +149,9 @@ class TwoPasses:
         for part in self.parts:
             pairs = zip(part.vectors, mean, strict=True)
             part.vectors = [None if m is None else -m if g is None else g.sub_(m) for g, m in pairs]
-        put_copies(self.parameters, mean)
+        for p, memory in zip(self.parameters, mean, strict=True):
+            if memory is not None:
+                memory.copy_(p.detach())
         self._home, self._beta = mean, beta
 
     def stay(self) -> None:
@@ -150,38 +159,36 @@ class TwoPasses:
         self.staying = True
         for part in self.parts:
             part.vectors = []
+        self._leave()
+
+    def _leave(self) -> None:
         self._after = random_state(self.device)
         self._buffers.start()
 
+    @torch.no_grad()
     def visit(self, same_randomness: bool) -> None:
-        """Go to the next part's displaced point, with the random numbers of its first pass."""
+        """Go to the next part's displaced point x + β(g_i − ḡ), with the random numbers of its first pass."""
         part = self.parts[self.visited]
         if self.visited == 0:
-            self._after = random_state(self.device)
-            self._buffers.start()
+            self._leave()
         self.visited += 1
-        self._go_to(part.vectors)
+        for p, x, distance in zip(self.parameters, self._home or (), part.vectors, strict=True):
+            if x is not None and distance is not None:
+                torch.add(x, distance, alpha=self._beta, out=p)  # one walk through memory
+        forget_derived_values()
         part.vectors = []
         if same_randomness:
             set_random_state(self.device, part.random)
-
-    @torch.no_grad()
-    def _go_to(self, distances: Gradients) -> None:
-        """Set the parameters to x + β(g_i − ḡ), in one walk through memory."""
-        for p, x, distance in zip(self.parameters, self._home or (), distances, strict=True):
-            if x is not None and distance is not None:
-                torch.add(x, distance, alpha=self._beta, out=p)
-        forget_derived_values()
 
     def gather(self) -> bool:
         """Add the gradient of the point just visited to the total; return whether there was one."""
         if self.visited == 0 or all(p.grad is None for p in self.parameters):
             return False
         share = self.parts[self.visited - 1].weight / self.weight
-        self._total = add_gradients(self._total, take_gradients(self.parameters), share)
+        self.total = add_gradients(self.total, take_gradients(self.parameters), share)
         return True
 
-    def go_home(self, same_randomness: bool = True) -> None:
+    def go_home(self, same_randomness: bool) -> None:
         """Put back x to the bit, the buffers, and the generators as they were after the first passes."""
         if self._home is not None:
             put_values(self.parameters, self._home)
@@ -191,6 +198,100 @@ class TwoPasses:
             set_random_state(self.device, self._after)
         self._after = None
 
-    def total(self) -> Gradients:
-        """Return the sum of what was gathered, each times its share."""
-        return self._total
+
+class PendingGradient:
+    """The step's gradient between the second passes and ``step()``: it lies complete in ``.grad``, where users clip it.
+
+    Gradients are changed on their way into ``.grad`` by hooks, so that it does not matter how often a part's backward
+    is called, nor whether someone cleared ``.grad`` before it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._noted: dict[Tensor, tuple[int, int]] = {}
+        self._handles = [p.register_hook(partial(self._arrive, p)) for p in parameters]
+        self._handles += [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
+
+    def _arrive(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        """Return what is to be added to ``.grad`` in the place of this gradient."""
+        raise NotImplementedError
+
+    def _note(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._noted[parameter] = id(parameter.grad), parameter.grad._version
+
+    def changed(self, allowed: int) -> bool:
+        """Return whether ``.grad`` was written to, more often than allowed, since the last backward."""
+        return any(
+            p.grad is not None and (id(p.grad) != name or p.grad._version > version + allowed)
+            for p, (name, version) in self._noted.items()
+        )
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class LastPart(PendingGradient):
+    """Adds the last part's gradient, times its share, to the sum of the parts before."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], so_far: Gradients, share: float) -> None:
+        super().__init__(parameters)
+        self._share = share
+        self._waiting = {p: g for p, g in zip(parameters, so_far, strict=True) if g is not None}
+        self._arrived: set[nn.Parameter] = set()
+
+    @torch.no_grad()
+    def _arrive(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        self._arrived.add(parameter)
+        rest = self._waiting.pop(parameter, None)
+        if rest is not None:
+            return rest.add_(gradient, alpha=self._share)
+        return gradient if self._share == 1.0 else gradient * self._share
+
+    def _note(self, parameter: Tensor) -> None:
+        super()._note(parameter)
+        # Parameters that only other parts used may never be reached by this backward.
+        for p in [p for p in self._waiting if p.grad is None]:
+            p.grad = self._waiting.pop(p)
+            self._arrived.add(p)
+            super()._note(p)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Let go; weigh and add where a gradient was put by hand, past the hooks."""
+        self.close()
+        for p in self.parameters:
+            if p.grad is not None and p not in self._arrived:
+                p.grad.mul_(self._share)
+        for p, rest in self._waiting.items():
+            p.grad = rest if p.grad is None else rest.add_(p.grad)
+
+
+class PlainGradient(PendingGradient):
+    """The gradient of a step that has no displaced points: second passes, if they are made, add nothing to it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+        super().__init__(parameters)
+        self._gradients = dict(zip(parameters, gradients, strict=True))
+        self.put()
+
+    def put(self) -> None:
+        """Make it ``.grad``, again when someone cleared that."""
+        put_gradients(self.parameters, list(self._gradients.values()))
+        for p in self.parameters:
+            self._note(p)
+
+    @torch.no_grad()
+    def _arrive(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        own = self._gradients[parameter]
+        return torch.zeros_like(gradient) if own is None or parameter.grad is not None else own
+
+    def finish(self) -> None:
+        """Let go; what was cleared or came where nothing belongs is put right."""
+        self.close()
+        for p, own in self._gradients.items():
+            if own is None or p.grad is None:
+                p.grad = own
