@@ -14,13 +14,13 @@ from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
 from gradalign.server.alignment import (
     Probe,
-    alignment_of,
     mean_gradient,
     regulariser,
     regulariser_gradient,
     spread,
     within_client,
 )
+from gradalign.server.measure import alignment_of
 from gradalign.tasks.task import Task
 from gradalign.theory.problems import mlp_task, quadratic_task
 

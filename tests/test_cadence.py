@@ -12,8 +12,8 @@ from torch import nn
 
 import gradalign as ga
 from gradalign.algorithms.plan import combine
-from gradalign.recipes.build import make_federation
-from gradalign.server.cadence import FREE, SHARE, settle, spacing
+from gradalign.server.federation import make_federation
+from gradalign.server.measure import FREE, SHARE, settle, spacing
 
 counts = st.integers(1, 5000)
 

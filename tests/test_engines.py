@@ -19,8 +19,7 @@ from gradalign.algorithms.plan import combine
 from gradalign.client.flat import FlatModel
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
-from gradalign.recipes.build import make_federation
-from gradalign.server.federation import ServerState
+from gradalign.server.federation import ServerState, make_federation
 from gradalign.server.rounds import play_round
 from gradalign.tasks.data import PartitionedClients
 from gradalign.tasks.digits import digits

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.server.alignment import alignment_of
+from gradalign.server.measure import alignment_of
 from reference import Problem
 
 BETA, LR, STEPS = 0.4, 0.3, 3

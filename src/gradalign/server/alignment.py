@@ -1,13 +1,12 @@
+# moved to gradalign.theory.probe
 """What is measured about the clients' gradients: how far they disagree at a point.
 
 With g_i = ∇f_i(x), weights p_i that sum to one and ḡ = Σ p_i g_i:
 
     r(x) = ½ Σ p_i ‖g_i − ḡ‖²          half the variance of the gradients, the paper's regulariser
     ∇r(x) = Σ p_i ∇²f_i(x)(g_i − ḡ)    the direction in which FedGA and SCAFFOLD move beside the descent
-    drift = ‖ḡ − g_1‖                  the paper's drift curve: the first client against the mean
-    cosine = Σ p_i cos(g_i, ḡ)         1 when all gradients point the same way
 
-``alignment_of`` measures gradients that are already there. A ``Probe`` goes to the clients of a task one at a time and
+A ``Probe`` goes to the clients of a task one at a time and
 comes back to them when it needs their gradients again, so it holds a few vectors however many clients there are.
 """
 
@@ -24,57 +23,12 @@ from gradalign.client.flat import Point
 from gradalign.client.trainer import LocalTrainer
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, global_stream, torch_stream
+from gradalign.server.measure import alignment_of as alignment_of
+from gradalign.server.measure import weighted_mean as weighted_mean
 from gradalign.tasks.data import Examples
 from gradalign.tasks.task import Task
 
 _CHUNK = 600  # examples of a client that are differentiated at once, at most
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alignment:
-    """How well the clients' gradients agree at one point."""
-
-    r: float
-    drift: float
-    drift_ratio: float | None
-    """drift / ‖ḡ‖; None where ḡ = 0."""
-    cosine: float | None
-    """None where a gradient is 0."""
-    mean_norm: float
-    """‖ḡ‖."""
-
-
-def weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return Σ w_i v_i / Σ w_i in float64, summed in the given order."""
-    if not vectors:
-        raise GradalignError("cannot average no vectors")
-    total = torch.zeros(vectors[0].shape, dtype=torch.float64)
-    for vector, weight in zip(vectors, weights, strict=True):
-        total.add_(vector, alpha=float(weight))
-    return total / float(sum(weights))
-
-
-def alignment_of(gradients: Sequence[Tensor], weights: Sequence[float] | None = None) -> Alignment:
-    """Measure the alignment of gradients taken at one point; the first one is client 1 of the drift."""
-    weights = [1.0] * len(gradients) if weights is None else weights
-    mean = weighted_mean(gradients, weights)
-    mean_norm = float(mean.norm())
-    total, spread, cosine, cosine_known = float(sum(weights)), 0.0, 0.0, mean_norm > 0.0
-    for gradient, weight in zip(gradients, weights, strict=True):
-        g = gradient.double()
-        share, norm = float(weight) / total, float(g.norm())
-        spread += share * float((g - mean).square().sum())
-        cosine_known = cosine_known and norm > 0.0
-        if cosine_known:
-            cosine += share * float(g @ mean) / (norm * mean_norm)
-    drift = float((mean - gradients[0].double()).norm())
-    return Alignment(
-        r=0.5 * spread,
-        drift=drift,
-        drift_ratio=drift / mean_norm if mean_norm > 0.0 else None,
-        cosine=cosine if cosine_known else None,
-        mean_norm=mean_norm,
-    )
 
 
 class Rows(Examples):

@@ -1,19 +1,27 @@
-"""What stays the same over all rounds of a run, and what is carried from one to the next."""
+"""What stays the same over all rounds of a run, what is carried from one to the next, and both as plain values."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from gradalign.algorithms.plan import Combination
-from gradalign.algorithms.rules import Memory
-from gradalign.algorithms.schedule import spanning, value_at
+from gradalign.algorithms.plan import Algorithm, Combination
+from gradalign.algorithms.rules import Memory, ServerRule
+from gradalign.algorithms.schedule import Schedule, spanning, value_at
+from gradalign.checks import flag, real, whole
 from gradalign.client import LocalTraining
 from gradalign.client.flat import Point
+from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, plain_value
+
+if TYPE_CHECKING:
+    from gradalign.server.measure import Measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +91,51 @@ class Federation:
         return getattr(self.task.clients, "elsewhere", False)
 
 
+def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
+    """Hold the algorithms that are defined for one step a round to it."""
+    if not algorithm.one_step:
+        return local
+    if local.epochs is not None or local.steps not in (None, 1):
+        given = f"local.epochs = {local.epochs}" if local.epochs else f"local.steps = {local.steps}"
+        raise GradalignError(
+            f"{algorithm.label} takes one local step a round, got {given}; set local.steps = 1, or use fedga or fedavg"
+        )
+    return LocalTraining(**{field.name: getattr(local, field.name) for field in fields(local)} | {"steps": 1})
+
+
+def make_federation(
+    task: Task,
+    algorithm: Combination,
+    local: LocalTraining,
+    *,
+    per_round: int | None,
+    weights: str,
+    dropout: float,
+    seed: int,
+    fast: bool = True,
+    min_fraction: float = 0.0,
+    rounds: int | None = None,
+) -> Federation:
+    """Check what only the task can tell, and return the federation."""
+    total = len(task.clients)
+    if per_round is not None and whole("clients.per_round", per_round, 1) > total:
+        raise GradalignError(f"clients.per_round is {per_round}, but the task {task.name} has {total} clients")
+    if weights not in ("uniform", "examples"):
+        raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
+    return Federation(
+        task=task,
+        algorithm=algorithm,
+        local=single_step(local, algorithm),
+        per_round=total if per_round is None else int(per_round),
+        by_examples=weights == "examples",
+        dropout=real("clients.dropout", dropout, 0.0, 1.0, below=True),
+        seed=seed,
+        fast=flag("fast", fast),
+        min_fraction=real("clients.min_fraction", min_fraction, 0.0, 1.0),
+        rounds=rounds,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """What has been spent since round 0."""
@@ -107,3 +160,119 @@ class ServerState:
     kept: Mapping[str, dict[int, Tensor]] = field(default_factory=dict)
     """The clients' vectors of each keeping algorithm; only clients that were seen have one."""
     totals: Totals = field(default_factory=Totals)
+
+    def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the state as named tensors and counters that JSON can hold: what a checkpoint is made of."""
+        tensors = {"x": self.point.x, "floats": self.point.floats, "ints": self.point.ints}
+        tensors |= {f"memory.{name}": vector for name, vector in self.memory.items()}
+        tensors |= {f"shared.{name}": vector for name, vector in self.shared.items()}
+        for name, kept in self.kept.items():
+            clients = sorted(kept)
+            tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
+            tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
+        return tensors, {"round": self.round, "totals": asdict(self.totals)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> ServerState:
+        """Return the state that ``to_tensors`` described; KeyError, TypeError or ValueError where it is not whole."""
+
+        def group(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+        point = Point(tensors["x"], tensors["floats"], tensors["ints"])
+        for name, vector in (*group("memory.").items(), *group("shared.").items()):
+            if vector.shape != point.x.shape:
+                raise ValueError(f'the vector "{name}" has the shape {list(vector.shape)}, x has {list(point.x.shape)}')
+        clients, vectors = group("clients."), group("kept.")
+        if clients.keys() != vectors.keys() or vectors.keys() != group("shared.").keys():
+            raise ValueError("clients, their vectors and the server's do not belong together")
+        for name, matrix in vectors.items():
+            if clients[name].ndim != 1 or matrix.shape != (clients[name].numel(), point.x.numel()):
+                raise ValueError(f'the clients\' vectors "{name}" have the shape {list(matrix.shape)}')
+        kept = {name: {int(c): vectors[name][row].clone() for row, c in enumerate(clients[name])} for name in clients}
+        return cls(
+            point=point,
+            round=int(counters["round"]),
+            memory=group("memory."),
+            shared=group("shared."),
+            kept=kept,
+            totals=Totals(**counters["totals"]),
+        )
+
+
+def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
+    """Return a federation made from objects as the plain values that a recipe would have said.
+
+    Read as a recipe, they give the same objects again. A class that no recipe can name (one of the user's own) is
+    called by its own name, which a recipe refuses.
+    """
+    local = _plain(federation.local)
+    precision = {"precision": local.pop("precision")} if "precision" in local else {}
+    return {
+        "seed": federation.seed,
+        "fast": federation.fast,
+        **precision,
+        "task": plain_value(federation.task.describe()),
+        "algorithm": _algorithm(federation.algorithm),
+        "server": _plain(federation.algorithm.server),
+        "local": local,
+        "clients": {
+            "per_round": federation.per_round,
+            "weights": "examples" if federation.by_examples else "uniform",
+            "dropout": federation.dropout,
+            "min_fraction": federation.min_fraction,
+        },
+        "measure": _plain(measure),
+    }
+
+
+def _algorithm(algorithm: Combination) -> dict[str, Any]:
+    """Return all parts' values: in one table, but for those of parts that share a key, also with the table itself."""
+    described: dict[str, Any] = {"name": _name(algorithm)}
+    tables = {_part_name(part): _plain(part) for part in algorithm.parts}
+    times = Counter(key for table in tables.values() for key in table)
+    own = {}
+    for name, table in tables.items():
+        if all(times[key] == 1 and key not in ("name", "parts") for key in table):
+            described |= table
+        else:
+            own[name] = table
+    return described | ({"parts": own} if own else {})
+
+
+def _name(algorithm: Combination) -> str:
+    names = [_part_name(part) for part in algorithm.parts]
+    names = [name for name in names if name != "fedavg"]
+    rule = algorithm.server
+    from gradalign.recipes.build import SERVER_RULES
+
+    if type(rule) is not ServerRule:
+        names.append(rule.label if SERVER_RULES.get(rule.label) is type(rule) else _of_ones_own(rule))
+    return "+".join(names) or "fedavg"
+
+
+def _part_name(part: Algorithm) -> str:
+    from gradalign.recipes.build import ALGORITHMS
+
+    known = ALGORITHMS.get(part.label)
+    return part.label if known is None or known is type(part) else _of_ones_own(part)
+
+
+def _of_ones_own(thing: object) -> str:
+    """Return a name that is not taken for the library's class of the same name."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _plain(thing: Any) -> dict[str, Any]:
+    """Return a dataclass's fields as TOML values; unset ones are left out, and so are empty tables."""
+    values = {field.name: getattr(thing, field.name) for field in fields(thing)}
+    return {name: _described(value) for name, value in values.items() if value is not None and value != {}}
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Schedule):
+        from gradalign.recipes.build import SCHEDULES
+
+        kind = next(name for name, known in SCHEDULES.items() if known is type(value))
+        return {"kind": kind} | _plain(value)
+    return plain_value(value)
