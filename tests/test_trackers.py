@@ -20,7 +20,7 @@ import gradalign as ga
 from conftest import blobs, vector
 from gradalign.cli.app import app
 from gradalign.recipes.recipe import load_recipe
-from gradalign.runs.folder import read_metrics
+from gradalign.runs.metrics import read_metrics
 from gradalign.tracking import tagged
 
 SMALL = ("--set", "rounds=3", "--set", "task.clients=5", "--set", "clients.per_round=3", "--workers", "0")

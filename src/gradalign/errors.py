@@ -30,15 +30,19 @@ class NotWrittenError(GradalignError):
     """A file could not be written: the disk is full, or closed to us; what was there before is as it was."""
 
 
-class DivergedError(GradalignError):
+class RunEndedError(GradalignError):
+    """A run ended by itself before its last round; its folder says why."""
+
+
+class DivergedError(RunEndedError):
     """A loss, a gradient or an update became NaN or infinite; training cannot go on from there."""
 
 
-class ClientError(GradalignError):
+class ClientError(RunEndedError):
     """The user's own code (model, loss, data) raised while it worked for one client."""
 
 
-class LostRankError(GradalignError):
+class LostRankError(RunEndedError):
     """A rank of a torchrun job ended before the others were done."""
 
 
@@ -46,7 +50,7 @@ class FolderInUseError(GradalignError):
     """Another process is writing to the folder; it may be free in a moment."""
 
 
-class TooFewClientsError(GradalignError):
+class TooFewClientsError(RunEndedError):
     """Fewer clients answered a phase than the federation asks for; the round was not taken."""
 
 

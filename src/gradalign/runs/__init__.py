@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from gradalign.errors import NotWrittenError
+from gradalign.errors import NotWrittenError, need
 
 SPEC, METRICS, CHECKPOINT, SUMMARY = "spec.toml", "metrics.jsonl", "checkpoint.safetensors", "summary.json"
 MODEL, LOCK = "model.safetensors", ".lock"
@@ -57,7 +59,7 @@ CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getatt
 """How files of a run folder are opened: no link is followed, no pipe waited for."""
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one.
 
     Raises:
@@ -73,21 +75,17 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise not_written(path, error) from None
         raise
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def not_written(path: Path, error: OSError) -> NotWrittenError:
@@ -115,8 +113,20 @@ def append(file: int, data: bytes, path: Path) -> None:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write text or bytes atomically."""
     data = content.encode("utf-8") if isinstance(content, str) else content
-    write_atomically(path, lambda file: _put(file, data))
+    write_atomically(path, lambda file: file.write_bytes(data))
 
 
-def _put(file: Path, data: bytes) -> None:
-    file.write_bytes(data)
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON atomically."""
+    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_toml(path: Path, data: Mapping[str, Any]) -> None:
+    """Write TOML atomically."""
+    write_whole(path, as_toml(data))
+
+
+def as_toml(data: Mapping[str, Any]) -> str:
+    """Return a table as TOML text."""
+    text: str = need("tomli_w", "runs").dumps(dict(data))
+    return text
