@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradalign.errors import GradalignError
-from gradalign.recipes.recipe import load_recipe, shipped_recipes
+from gradalign.recipes import load_recipe, shipped_recipes
 from gradalign.recipes.scale import apply_scale
 from gradalign.recipes.spec import validate
 from test_cli import call

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import gradalign as ga
 from conftest import blobs, vector
 from gradalign.cli.app import app
-from gradalign.recipes.recipe import load_recipe
+from gradalign.recipes import load_recipe
 from gradalign.runs.metrics import read_metrics
 from gradalign.tracking import tagged
 

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
-from gradalign.recipes.spec import FullSizeSpec, ScaleSpec, Spec, explain, merge
+from gradalign.recipes.spec import FullSizeSpec, Portion, Section, Spec, explain, merge
+
+
+class ScaleSpec(Section):
+    """How far a recipe is scaled down: shares of the rounds, the clients and each client's examples."""
+
+    all: Portion = 1.0
+    rounds: Portion | None = None
+    clients: Portion | None = None
+    data: Portion | None = None
+
+    def of(self, what: Literal["rounds", "clients", "data"]) -> float:
+        """Return the share of one thing: its own, or that of all."""
+        own: float | None = getattr(self, what)
+        return self.all if own is None else own
 
 
 def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:

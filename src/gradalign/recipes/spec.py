@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
@@ -26,6 +26,7 @@ Seeds = Annotated[int, Field(ge=1, le=10_000)]
 
 _LONGEST_PATH = 20
 Value = TypeVar("Value")
+Table = TypeVar("Table", bound=BaseModel)
 Values = Annotated[list[Value], Field(min_length=1)]
 Curve = Literal["test_accuracy", "test_loss", "train_accuracy", "train_loss", "r", "drift", "cosine"]
 
@@ -53,42 +54,61 @@ class ScheduleSpec(Section):
     at_shares: dict[str, NotNegative] | None = None
 
 
-class PartSpec(Section):
-    """The parameters of one algorithm; each has some of them."""
-
-    beta: NotNegative | ScheduleSpec | None = None
-    form: Literal["start", "step"] | None = None
-    mu: NotNegative | None = None
-    control: Literal["fresh", "kept"] | None = None
-    alpha: Positive | None = None
-    aligned: bool | None = None
+Rate = Annotated[
+    Annotated[ScheduleSpec, Tag("ScheduleSpec")] | Annotated[Positive, Tag("float")],
+    Discriminator(lambda value: "ScheduleSpec" if isinstance(value, Mapping | ScheduleSpec) else "float"),
+]
 
 
-class AlgorithmSpec(PartSpec):
+def _form(value: Any) -> str | None:
+    """Return which form the setting of an algorithm has."""
+    if isinstance(value, Mapping | ScheduleSpec):
+        return "ScheduleSpec"
+    if isinstance(value, bool | str):
+        return type(value).__name__
+    return "float" if isinstance(value, int | float) else None
+
+
+_WRONG_FORM = "Input should be a number, a word, true, false or a schedule's table"
+Setting = Annotated[
+    Annotated[ScheduleSpec, Tag("ScheduleSpec")]
+    | Annotated[bool, Tag("bool")]
+    | Annotated[Finite, Tag("float")]
+    | Annotated[str, Tag("str")],
+    Discriminator(_form, custom_error_type="setting", custom_error_message=_WRONG_FORM),
+]
+"""A parameter of an algorithm or of a server's rule. Whose it is, and what it may be, their classes say when built."""
+
+
+class Settings(BaseModel):
+    """A table whose further keys are the fields of an algorithm, or of a server's rule."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    __pydantic_extra__: dict[str, Setting]
+
+    def given(self) -> dict[str, float | str | ScheduleSpec]:
+        """Return the further keys."""
+        return dict(self.__pydantic_extra__)
+
+
+class AlgorithmSpec(Settings):
     """Which algorithm; names join with ``+``. Each key belongs to the algorithms that have it.
 
     Where two of them share a key, ``[algorithm.parts.NAME]`` has the values of one.
     """
 
     name: str = "fedga"
-    parts: dict[str, PartSpec] | None = None
+    parts: dict[str, Settings] | None = None
 
 
-class ServerSpec(Section):
+class ServerSpec(Settings):
     """Parameters of the server's rule; the rule itself is part of the algorithm's name (fedavgm, fedadam, …)."""
-
-    lr: Positive | None = None
-    momentum: Share | None = None
-    nesterov: bool | None = None
-    beta1: Share | None = None
-    beta2: Share | None = None
-    tau: Positive | None = None
 
 
 class LocalSpec(Section):
     """How a client trains in one round; see ``LocalTraining``."""
 
-    lr: Positive | ScheduleSpec = 0.1
+    lr: Rate = 0.1
     steps: Count | None = None
     epochs: Count | None = None
     batch_size: Count | Literal["whole"] | None = None
@@ -142,20 +162,6 @@ class PaperSpec(Section):
     test_accuracy: dict[str, Finite | Annotated[list[Finite], Field(min_length=2, max_length=2)]] = {}
 
 
-class ScaleSpec(Section):
-    """How far a recipe is scaled down: shares of the rounds, the clients and each client's examples."""
-
-    all: Portion = 1.0
-    rounds: Portion | None = None
-    clients: Portion | None = None
-    data: Portion | None = None
-
-    def of(self, what: Literal["rounds", "clients", "data"]) -> float:
-        """Return the share of one thing: its own, or that of all."""
-        own: float | None = getattr(self, what)
-        return self.all if own is None else own
-
-
 class FullSizeSpec(Section):
     """What a recipe asked for before it was scaled down; only told, never used."""
 
@@ -194,6 +200,24 @@ class SweepSpec(Section):
     seeds: Seeds | None = None
 
 
+class WandbSpec(Section):
+    """Where Weights & Biases keeps a run."""
+
+    project: str = "gradalign"
+    mode: Literal["online", "offline", "disabled"] | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = Field(default_factory=list)
+
+
+class TrackingSpec(Section):
+    """Who is told of a run while it runs: part of a recipe, but not of the spec, since it changes no number."""
+
+    tensorboard: bool = False
+    wandb: WandbSpec | None = None
+    """``true`` in a recipe is an empty table, ``false`` is none."""
+
+
 class Spec(Section):
     """One experiment."""
 
@@ -219,7 +243,7 @@ class Spec(Section):
 
 
 # What pydantic adds to the place of a problem where a setting may have one of several forms.
-_BRANCHES = ("float", "constrained-float", "constrained-int", "literal['whole']", "ScheduleSpec")
+_BRANCHES = ("ScheduleSpec", "bool", "float", "str", "constrained-int", "literal['whole']")
 
 
 def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
@@ -235,7 +259,7 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
 
 def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:
     """Turn pydantic's report into one sentence: where, what is allowed, what was given."""
-    problems = [problem for problem in error.errors() if not _is_other_branch(problem)] or error.errors()
+    problems = error.errors()
     first = problems[0]
     location = tuple(step for step in first["loc"] if step not in _BRANCHES)
     where = ".".join(str(step) for step in location)
@@ -253,20 +277,17 @@ def explain(error: ValidationError, source: str, root: type[BaseModel] | None = 
     return GradalignError(f"{source}: {text}" + (f" (and {more} more)" if more > 0 else ""))
 
 
-def _is_other_branch(problem: Any) -> bool:
-    """Whether this problem only says that a number is not a schedule table, or a table not a number."""
-    is_table = isinstance(problem["input"], Mapping)
-    return ("ScheduleSpec" in problem["loc"] and problem["type"] == "model_type") or (
-        problem["loc"][-1] in ("float", "constrained-float") and is_table
-    )
+def checked(kind: type[Table], data: Any, source: str) -> Table:
+    """Check a table of plain values, or say in one sentence what is wrong with it."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, source, kind) from None
 
 
 def validate(data: Mapping[str, Any], source: str) -> Spec:
     """Check a plain dictionary and return the spec."""
-    try:
-        return Spec.model_validate(dict(data))
-    except ValidationError as error:
-        raise explain(error, source) from None
+    return checked(Spec, dict(data), source)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
