@@ -69,7 +69,7 @@ def no_exit(where: str) -> Iterator[None]:
 _NEEDED_FOR = {
     "runs": "a run folder",
     "recipes": "a recipe",
-    "cli": "the command line",
+    "cli": "the command line, with its bars,",
     "plots": "a picture",
     "report": "the report",
     "sweep": "a sweep",

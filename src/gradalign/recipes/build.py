@@ -9,9 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination, combine
@@ -19,7 +17,6 @@ from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, Se
 from gradalign.algorithms.schedule import Cosine, OffUntil, Schedule, Steps, Warmup
 from gradalign.client import LocalTraining
 from gradalign.errors import ClientError, GradalignError, no_exit
-from gradalign.recipes.spec import AlgorithmSpec, LocalSpec, ScheduleSpec, ServerSpec, Settings, Spec
 from gradalign.server.federation import Federation, make_federation, single_step
 from gradalign.tasks.cifar import cifar10, cifar100
 from gradalign.tasks.digits import digits
@@ -27,6 +24,9 @@ from gradalign.tasks.emnist import emnist
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.shakespeare import shakespeare
 from gradalign.tasks.task import Task
+
+if TYPE_CHECKING:
+    from gradalign.recipes.spec import AlgorithmSpec, LocalSpec, ServerSpec, Settings, Spec
 
 TASKS: dict[str, Callable[..., Task]] = {
     make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)
@@ -98,6 +98,8 @@ def require_known_keys(spec: Spec, source: str) -> None:
 
 def build_schedule(setting: Any, where: str) -> Any:
     """Return the schedule that a setting describes; anything else as it is."""
+    from gradalign.recipes.spec import ScheduleSpec
+
     if not isinstance(setting, ScheduleSpec):
         return setting
     given = setting.model_dump(exclude_none=True)
@@ -171,6 +173,8 @@ def _made(kind: type[Made], given: Mapping[str, Any], where: str) -> Made:
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
     if hint is int and isinstance(value, float) and value.is_integer():  # tables have one kind of numbers
         return int(value)
     try:

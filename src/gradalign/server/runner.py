@@ -90,6 +90,7 @@ class RunOptions:
         if not show:
             yield lambda row: None
             return
+        need("rich", "cli")
         from gradalign.tracking.progress import rounds_bar
 
         with rounds_bar(rounds, label) as tick:
