@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from gradalign.algorithms.plan import _KNOWN, Algorithm, ClientView, FedAvg, Plan, Shift
+from gradalign.algorithms.plan import _KNOWN, Algorithm, Blend, ClientView, FedAvg, Plan
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.errors import GradalignError
 
@@ -124,6 +124,11 @@ class FedGA(Algorithm):
         return not isinstance(self.beta, int | float) or self.beta != 0.0
 
     @property
+    def only_displaces(self) -> bool:
+        """True, unless somebody's own variant plans more."""
+        return type(self).plan is FedGA.plan
+
+    @property
     def strength(self) -> float:
         """β, a constant after ``at``."""
         return value_at(self.beta, 0)
@@ -136,14 +141,7 @@ class FedGA(Algorithm):
         """Return (−β(ḡ − g_i), 0, 0)."""
         if not self.needs_gradients:
             return Plan()
-        own, mean = view.gradients()
-        return Plan(displacement=-self.strength * (mean - own), every_step=self.form == "step")
-
-    def shift(self, mean_gradient: Tensor) -> Shift | None:
-        """Return v_i = −βḡ + β·g_i; the form makes no difference to Δ_i."""
-        if type(self).plan is not FedGA.plan:
-            return None  # somebody's own variant
-        return Shift(-self.strength * mean_gradient, self.strength)
+        return Plan(displacement=Blend(view.mean(), self.strength, self.strength), every_step=self.form == "step")
 
 
 @dataclass(frozen=True, kw_only=True)

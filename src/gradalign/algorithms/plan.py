@@ -36,20 +36,6 @@ _KNOWN: dict[str, type[Algorithm]] = {}
 """Every algorithm by its label; ``gradalign.algorithms.known_algorithms`` returns it."""
 
 
-@dataclass(frozen=True)
-class Shift:
-    """Gone when the engines make plans: see ``Blend``."""
-
-    common: Tensor | None = None
-    along: float = 0.0
-
-    def __add__(self, other: Shift) -> Shift:
-        common = other.common if self.common is None else self.common
-        if self.common is not None and other.common is not None:
-            common = self.common + other.common
-        return Shift(common, self.along + other.along)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
     """The base of all: it plans nothing, which is FedAvg. A subclass is known by its ``label`` once it is defined."""
@@ -123,10 +109,6 @@ class Algorithm:
     def plan(self, view: ClientView) -> Plan:
         """Return this client's plan."""
         return Plan()
-
-    def shift(self, mean_gradient: Tensor) -> Shift | None:
-        """Gone when the engines make plans."""
-        return Shift() if type(self).plan is Algorithm.plan else None
 
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
         """Return k_i⁺ from Δ_i and ``total_step_size``, the sum of the round's step sizes: αK without momentum."""
@@ -241,12 +223,6 @@ class Combination:
         if not self.only_displaces:  # a blend meets vectors of other parts
             plans = [(plan.written_out(gradient), gradient) for plan, gradient in plans]
         return sum((plan for plan, _ in plans), Plan())
-
-    def shift(self, mean_gradient: Tensor) -> Shift | None:
-        """Gone when the engines make plans."""
-        shifts = [part.shift(mean_gradient) for part in self._by_name]
-        known = [shift for shift in shifts if shift is not None]
-        return sum(known, Shift()) if len(known) == len(shifts) else None
 
     def corrected(self, mean: Tensor, shared: Mapping[str, Tensor], participants: int) -> Tensor:
         """Return the update to hand to the server's rule, given Σ p_i Δ_i and the new s by label."""

@@ -93,10 +93,13 @@ class Plan:
     every_step: bool = False
     """Apply the displacement inside every step and undo it there, instead of once at the start."""
 
+    def displaced(self, gradient: Tensor | None) -> Tensor | None:
+        """Return v_i as a vector, given g_i."""
+        return self.displacement.of(gradient) if isinstance(self.displacement, Blend) else self.displacement
+
     def written_out(self, gradient: Tensor | None) -> Plan:
         """Return the plan with its displacement as a vector, given g_i."""
-        blend = self.displacement
-        return replace(self, displacement=blend.of(gradient)) if isinstance(blend, Blend) else self
+        return replace(self, displacement=self.displaced(gradient)) if isinstance(self.displacement, Blend) else self
 
     def __add__(self, other: Plan) -> Plan:
         return Plan(

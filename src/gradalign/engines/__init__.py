@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 if TYPE_CHECKING:
-    from gradalign.algorithms.plan import ClientView, Combination, Plan, Shift
+    from gradalign.algorithms.plan import ClientView, Combination, Plan
     from gradalign.client.exchange import (
         Broadcast,
         ClientUpdate,
@@ -103,7 +103,7 @@ class SummingEngine(Protocol):
         *,
         round_index: int,
         lr: float,
-        shift: Shift | None = None,
+        shift: object = None,
     ) -> Iterator[tuple[list[int], GroupUpdate]]: ...
 
 

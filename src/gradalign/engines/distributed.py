@@ -1,219 +1,265 @@
 """The distributed engine: the ranks of a ``torchrun`` job do the clients' work, and rank 0 leads.
 
-Rank 0 plays the server's part and asks; the other ranks follow, each with the whole task at hand and one client's
-work at a time. Clients go round the ranks in waves, one client per rank, and rank 0 works too. Every rank drives the
-same single-threaded trainer as the local engine, and replies are handed on in client order: the bits are the same for
-any number of ranks, and the local engine's wherever that one trains clients one by one.
+Rank 0 plays the server's part and asks; the other ranks follow, each with the whole task at hand and one client's work
+at a time. What all clients are told is broadcast once. A client trains on the rank that took its gradient. Every rank
+drives the same single-threaded trainer as the local engine, and replies are handed on in client order: the bits are the
+same for any number of ranks, and the local engine's wherever that one trains clients one by one.
 """
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
-from typing import Any, Self, TypeVar
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from gradalign.algorithms.plan import Plan
-from gradalign.client import LocalTraining
-from gradalign.client.exchange import ClientGradient, ClientUpdate, Score
+from gradalign.algorithms.plan import FedAvg, combine
+from gradalign.client.exchange import Broadcast, Gradient, Participant, Reply, Score, Update
 from gradalign.client.flat import Point
-from gradalign.client.trainer import LocalTrainer
-from gradalign.engines.local import one_thread
-from gradalign.engines.wire import Ask, Wire
+from gradalign.client.trainer import Setup, one_thread
+from gradalign.engines import LocalClients, under_torchrun
+from gradalign.engines.shared import changed_settings
+from gradalign.engines.worker import Failure
 from gradalign.errors import GradalignError, LostRankError
-from gradalign.fast.group import evaluation_rows, named_failure
-from gradalign.tasks.task import Task
+from gradalign.fast import Group, evaluation_spans
+from gradalign.stopping import left_to_the_kernel
 
-Reply = TypeVar("Reply")
-_FAILED, _DONE = 0.0, 1.0
-
-
-class RankWork:
-    """What one rank can do: the trainer, and the server's point it works from."""
-
-    def __init__(
-        self, task: Task, local: LocalTraining, seed: int, device: torch.device | str, *, fast: bool = True
-    ) -> None:
-        self.task, self.seed = task, seed
-        self.trainer = LocalTrainer(task, local, seed, device, fast=fast)
-        self.point = self.trainer.flat.read()
-
-    def gradient(self, client: int, round_index: int, limit: int | None) -> ClientGradient:
-        """Return ∇f_i(x)."""
-        with one_thread(), named_failure(f"client {client}"):
-            examples = self.task.client(client, self.seed)
-            return self.trainer.gradient(self.point, examples, client=client, round_index=round_index, limit=limit)
-
-    def train(self, client: int, plan: Plan, round_index: int, lr: float) -> ClientUpdate:
-        """Execute a plan."""
-        with one_thread(), named_failure(f"client {client}"):
-            examples = self.task.client(client, self.seed)
-            return self.trainer.train(self.point, plan, examples, client=client, round_index=round_index, lr=lr)
-
-    def evaluate(self, start: int, stop: int) -> Score:
-        """Evaluate some of the test examples."""
-        with one_thread(), named_failure("the evaluation"):
-            examples = self.task.test_examples
-            if examples is None:
-                raise GradalignError("the task has no test examples")
-            return self.trainer.evaluate(self.point, examples, torch.arange(start, stop))
+_AHEAD = 2
+"""How many replies for each rank may wait for their turn."""
+_NUMBERS = ("round", "lr", "gradient_examples", "participants", "one_by_one")
+"""What a broadcast says beside vectors and algorithm."""
 
 
-def _score_row(score: Score) -> list[float]:
-    return [score.loss, float(score.correct is not None), score.correct or 0.0, score.examples]
+class Wire:
+    """Messages between rank 0 and the others over gloo; a rank that has ended is named in a LostRankError."""
+
+    def __init__(self) -> None:
+        if not dist.is_available():
+            raise GradalignError("this torch was built without torch.distributed; use the local engine")
+        self._owned = not dist.is_initialized()
+        if self._owned:
+            if not under_torchrun():
+                raise GradalignError(
+                    "the distributed engine needs ranks; start it with "
+                    "torchrun --nproc-per-node N -m gradalign run RECIPE"
+                )
+            with left_to_the_kernel():
+                dist.init_process_group("gloo")
+        # Vectors are handed over on the CPU: a group of the user's that speaks only nccl gets one beside it.
+        gloo = self._owned or dist.get_backend() == "gloo"
+        self._group = None if gloo else dist.new_group(backend="gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.others = range(1, self.size) if self.rank == 0 else range(1)
+        """With whom this rank speaks."""
+
+    @contextmanager
+    def _with(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            late = "timed out" in str(error).lower()
+            what = "did not answer in time" if late else "ended before its work was done"
+            raise LostRankError(f"rank {peer} of the job {what}") from error
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Send a tensor whose shape and kind the receiver knows."""
+        if tensor.numel():
+            with self._with(peer):
+                dist.send(tensor.detach().cpu().contiguous(), peer, group=self._group)
+
+    def receive(self, like: Tensor, peer: int) -> Tensor:
+        """Receive a tensor with the shape and kind of ``like``."""
+        tensor = torch.empty(like.shape, dtype=like.dtype)
+        if tensor.numel():
+            with self._with(peer):
+                dist.recv(tensor, peer, group=self._group)
+        return tensor
+
+    def say(self, value: Any, peer: int) -> None:
+        """Send anything that JSON can say."""
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+        self.send(torch.tensor([len(data)]), peer)
+        self.send(data, peer)
+
+    def hear(self, peer: int) -> Any:
+        """Receive what ``say`` sent."""
+        length = int(self.receive(torch.empty(1, dtype=torch.int64), peer))
+        return json.loads(bytes(self.receive(torch.empty(length, dtype=torch.uint8), peer).tolist()))
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Give rank 0's tensor to every rank; all call this with the same shape and kind."""
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.numel():
+            try:
+                dist.broadcast(tensor, 0, group=self._group)
+            except (RuntimeError, ValueError) as error:
+                # A broadcast does not say who is gone, sending something does.
+                for peer in self.others:
+                    self.send(torch.zeros(1), peer)
+                raise LostRankError("a rank of the job ended before its work was done") from error
+        return tensor
+
+    def close(self) -> None:
+        """Leave the group that was joined here."""
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def _score(row: Sequence[float]) -> Score:
-    return Score(loss=row[0], correct=row[2] if row[1] else None, examples=int(row[3]))
+def _vectors(point: Point) -> tuple[Tensor, Tensor, Tensor]:
+    return point.x, point.floats, point.ints
 
 
-class DistributedEngine:
+class DistributedEngine(LocalClients):
     """Rank 0's side of the job, behind the Engine interface; ``follow`` is the other ranks' side."""
 
-    def __init__(
-        self, task: Task, local: LocalTraining, seed: int, device: torch.device | str = "cpu", *, fast: bool = True
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
         self.wire = Wire()
-        self.work = RankWork(task, local, seed, device, fast=fast)
         self.rank = self.wire.rank
+        self._algorithm = combine(FedAvg()) if setup.algorithm is None else setup.algorithm
+        with one_thread():
+            self._group = Group(replace(setup, clients_per_round=0))  # one by one: the bits of any number of ranks
+        self._point = self._group.one.flat.read()
+        self._told = Broadcast(point=self._point, round=0, algorithm=self._algorithm)
+        self._rank_of: dict[int, int] = {}
+        """Which rank has taken a client's gradient at the present point."""
         self._in_step = True
         """Whether every other rank is waiting to be asked; if not, nothing more can be said to them."""
 
+    def _do(self, verb: str, order: Participant | tuple[int, int]) -> Reply | Score:
+        """Do one client's work, or evaluate some of the test examples."""
+        with one_thread():
+            if isinstance(order, tuple):
+                return self._group.evaluate(self._point, *order)
+            work = self._group.train if verb == "train" else self._group.gradients
+            return work(self._told, [order])[0]
+
     # The leader's side
 
-    def _share(self, point: Point) -> None:
-        self.work.point.copy_(point)
-        for peer in range(1, self.wire.size):
-            self.wire.send_row([Ask.POINT], peer)
-            for vector in (point.x, point.floats, point.ints):
-                self.wire.send(vector, peer)
+    def _say(self, *words: Any) -> None:
+        for peer in self.wire.others:
+            self.wire.say(words, peer)
 
-    def _wave(
-        self,
-        jobs: Sequence[Any],
-        ask: Callable[[Any, int], None],
-        own: Callable[[Any], Reply],
-        hear: Callable[[int], Reply],
-    ) -> list[Reply]:
-        """Give one job to each rank, do the first one here, and return all replies in the jobs' order."""
+    def _move(self, point: Point) -> None:
+        """Let all ranks have this point."""
+        if all(new is old for new, old in zip(_vectors(point), _vectors(self._point), strict=True)):
+            return
         self._in_step = False
-        for peer, job in enumerate(jobs[1:], start=1):
-            ask(job, peer)
-        replies: list[Reply | GradalignError] = []
-        try:
-            replies.append(own(jobs[0]))
-        except GradalignError as error:
-            replies.append(error)
-        for peer in range(1, len(jobs)):
-            done = self.wire.receive_row(peer)[0] == _DONE
-            replies.append(hear(peer) if done else self.wire.receive_failure(peer))
-        self._in_step = True
-        for reply in replies:
-            if isinstance(reply, GradalignError):
-                raise reply
-        return replies  # type: ignore[return-value]
+        self._say("move")
+        for vector in _vectors(point):
+            self.wire.broadcast(vector)
+        self._point, self._rank_of, self._in_step = point, {}, True
 
-    def gradients(
-        self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
-    ) -> Iterator[tuple[int, ClientGradient]]:
-        """Yield (client, ∇f_i(x)) for every client."""
-        self._share(point)
+    def _tell(self, told: Broadcast) -> None:
+        """Let all ranks have what all clients are told."""
+        self._move(told.point)
+        settings = changed_settings(told.algorithm, self._algorithm)
+        if settings is None:
+            raise GradalignError("the ranks of a job were started for another algorithm")
+        numbers = {name: getattr(told, name) for name in _NUMBERS}
+        self._in_step = False
+        self._say("told", numbers, settings, told.mean is not None, list(told.shared))
+        for vector in ([] if told.mean is None else [told.mean]) + list(told.shared.values()):
+            self.wire.broadcast(vector.to(told.point.x.dtype))
+        self._told, self._in_step = told, True
 
-        def ask(client: int, peer: int) -> None:
-            self.wire.send_row([Ask.GRADIENT, client, round_index, -1 if limit is None else limit], peer)
+    def _ask(self, verb: str, order: Participant | tuple[int, int], peer: int) -> None:
+        if isinstance(order, tuple):
+            self.wire.say((verb, *order), peer)
+            return
+        self.wire.say((verb, order.client, order.weight, order.share, list(order.kept)), peer)
+        for vector in order.kept.values():
+            self.wire.send(vector.to(self._point.x.dtype), peer)
 
-        def hear(peer: int) -> ClientGradient:
-            loss, known, accuracy, examples, *_ = self.wire.receive_row(peer)
-            return ClientGradient(
-                gradient=self.wire.receive(point.x, peer),
-                loss=loss,
-                accuracy=accuracy if known else None,
-                examples=int(examples),
-            )
+    def _hear(self, verb: str, peer: int) -> Reply | Score | GradalignError:
+        """Return what a rank answers; an error of its own is raised when its turn comes."""
+        done, numbers = self.wire.hear(peer)
+        if not done:
+            return Failure(**numbers).as_error()
+        if verb == "evaluate":
+            return Score(**numbers)
+        numbers = {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
+        vector = self.wire.receive(self._point.x, peer)
+        if verb == "gradient":
+            return Gradient(vector=vector, **numbers)
+        floats, ints = self.wire.receive(self._point.floats, peer), self.wire.receive(self._point.ints, peer)
+        return Update(vector=vector, floats=floats, ints=ints, **numbers)
 
-        for wave in _waves(clients, self.wire.size):
-            replies = self._wave(wave, ask, lambda client: self.work.gradient(client, round_index, limit), hear)
-            yield from zip(wave, replies, strict=True)
+    def _stream(self, verb: str, orders: Sequence[Any], ranks: Sequence[int]) -> Iterator[Any]:
+        """Have the ranks do orders, one each at a time; yield the answers in the orders' order.
 
-    def train(
-        self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
-    ) -> Iterator[tuple[int, ClientUpdate]]:
-        """Yield (client, Δ_i) for every planned client."""
-        self._share(point)
+        Only this rank waits, and it asks a rank again only when that one has answered: a phase that fails leaves all
+        ranks in step.
+        """
+        waiting = [deque(place for place, owner in enumerate(ranks) if owner == rank) for rank in range(self.wire.size)]
+        answers: dict[int, Any] = {}
+        turn = 0
+        while turn < len(orders):
+            soon = turn + _AHEAD * self.wire.size
+            wave = {rank: queue.popleft() for rank, queue in enumerate(waiting) if queue and queue[0] < soon}
+            own = wave.pop(0, None)
+            self._in_step = False
+            for peer, place in wave.items():
+                self._ask(verb, orders[place], peer)
+            if own is not None:
+                try:
+                    answers[own] = self._do(verb, orders[own])
+                except GradalignError as error:
+                    answers[own] = error
+            for peer, place in wave.items():
+                answers[place] = self._hear(verb, peer)
+            self._in_step = True
+            while turn in answers:
+                answer = answers.pop(turn)
+                if isinstance(answer, GradalignError):
+                    raise answer
+                yield answer
+                turn += 1
 
-        def ask(job: tuple[int, Plan], peer: int) -> None:
-            client, plan = job
-            vectors = [v for v in (plan.displacement, plan.correction) if v is not None]
-            flags = [plan.displacement is not None, plan.correction is not None, plan.every_step]
-            self.wire.send_row([Ask.TRAIN, client, round_index, lr, plan.pull, *(float(flag) for flag in flags)], peer)
-            for vector in vectors:
-                self.wire.send(vector.to("cpu", point.x.dtype), peer)
+    def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
+        """Yield every client's ∇f_i(x), which the rank that took it remembers."""
+        self._tell(told)
+        for place, one in enumerate(who):
+            self._rank_of.setdefault(one.client, place % self.wire.size)
+        return self._stream("gradient", who, [self._rank_of[one.client] for one in who])
 
-        def own(job: tuple[int, Plan]) -> ClientUpdate:
-            return self.work.train(*job, round_index, lr)
-
-        def hear(peer: int) -> ClientUpdate:
-            loss, steps, examples, total_step_size, *_ = self.wire.receive_row(peer)
-            update, floats, ints = (self.wire.receive(v, peer) for v in (point.x, point.floats, point.ints))
-            return ClientUpdate(
-                update=update,
-                floats=floats,
-                ints=ints,
-                loss=loss,
-                steps=int(steps),
-                examples=int(examples),
-                total_step_size=total_step_size,
-            )
-
-        for wave in _waves(plans, self.wire.size):
-            for (client, _), reply in zip(wave, self._wave(wave, ask, own, hear), strict=True):
-                yield client, reply
+    def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
+        """Yield every client's Δ_i; it trains where its gradient is."""
+        self._tell(told)
+        orders = list(who)
+        ranks = [self._rank_of.get(one.client, place % self.wire.size) for place, one in enumerate(orders)]
+        return self._stream("train", orders, ranks)
 
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""
-        examples = self.work.task.test_examples
+        examples = self._group.setup.task.test_examples
         if examples is None:
             return None
-        self._share(point)
-        spans = [(int(rows[0]), int(rows[-1]) + 1) for rows in evaluation_rows(len(examples))]
-
-        def ask(span: tuple[int, int], peer: int) -> None:
-            self.wire.send_row([Ask.EVALUATE, *span], peer)
-
-        total = Score()
-        for wave in _waves(spans, self.wire.size):
-            for score in self._wave(
-                wave, ask, lambda span: self.work.evaluate(*span), lambda peer: _score(self.wire.receive_row(peer))
-            ):
-                total = total + score
-        return total
+        self._move(point)
+        spans = evaluation_spans(len(examples))
+        ranks = [place % self.wire.size for place in range(len(spans))]
+        return sum(self._stream("evaluate", spans, ranks), Score())
 
     def finish(self, result: Any, point: Point) -> None:
         """Tell the other ranks that the run is over, its result (anything JSON can say) and its final point."""
-        self._share(point)
-        for peer in range(1, self.wire.size):
-            self.wire.send_row([Ask.STOP, 1.0], peer)
-            self.wire.send_text(result, peer)
+        self._move(point)
         self._in_step = False
+        self._say("stop", result)
 
     def close(self) -> None:
         """Let the other ranks go, if they still listen."""
         if self.rank == 0 and self._in_step:
             self._in_step = False
-            for peer in range(1, self.wire.size):
+            for peer in self.wire.others:
                 with suppress(LostRankError):
-                    self.wire.send_row([Ask.STOP], peer)
+                    self.wire.say(("stop",), peer)
         self.wire.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # The other ranks' side
 
@@ -223,59 +269,43 @@ class DistributedEngine:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no Python code runs while this rank waits to be asked
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         while True:
-            ask, *row = self.wire.receive_row(0)
-            if ask == Ask.STOP:
-                if not row[0]:
+            verb, *words = self.wire.hear(0)
+            if verb == "stop":
+                if not words:
                     raise GradalignError("rank 0 ended the run without a result")
-                return self.wire.receive_text(0), self.work.point
-            if ask == Ask.POINT:
-                point = self.work.point
-                for vector in (point.x, point.floats, point.ints):
-                    vector.copy_(self.wire.receive(vector, 0))
+                return words[0], self._point
+            if verb == "move":
+                like = _vectors(self._point)
+                self._point = Point(*(self.wire.broadcast(torch.empty_like(vector)) for vector in like))
+            elif verb == "told":
+                self._told = self._hear_told(*words)
             else:
-                self._answer(Ask(int(ask)), row)
+                self._answer(verb, words)
 
-    def _answer(self, ask: Ask, row: list[float]) -> None:
-        plan = self._receive_plan(row) if ask == Ask.TRAIN else Plan()
-        try:
-            numbers, vectors = self._do(ask, row, plan)
-        except GradalignError as error:
-            self.wire.send_row([_FAILED], 0)
-            self.wire.send_failure(error, 0)
-            return
-        self.wire.send_row([_DONE], 0)
-        self.wire.send_row(numbers, 0)
-        for vector in vectors:
-            self.wire.send(vector.detach().cpu(), 0)
-
-    def _receive_plan(self, row: list[float]) -> Plan:
-        displaced, corrected, every_step = (bool(flag) for flag in row[4:7])
-        x = self.work.point.x
-        return Plan(
-            displacement=self.wire.receive(x, 0) if displaced else None,
-            correction=self.wire.receive(x, 0) if corrected else None,
-            pull=row[3],
-            every_step=every_step,
+    def _hear_told(self, numbers: dict[str, Any], settings: Any, mean: bool, shared: list[str]) -> Broadcast:
+        x = self._point.x
+        return Broadcast(
+            point=self._point,
+            algorithm=self._algorithm.with_values(settings),
+            mean=self.wire.broadcast(torch.empty_like(x)) if mean else None,
+            shared={label: self.wire.broadcast(torch.empty_like(x)) for label in shared},
+            **numbers,
         )
 
-    def _do(self, ask: Ask, row: list[float], plan: Plan) -> tuple[list[float], list[Tensor]]:
-        """Do the work asked for; return the reply's numbers and vectors."""
-        if ask == Ask.EVALUATE:
-            return _score_row(self.work.evaluate(int(row[0]), int(row[1]))), []
-        client, round_index = int(row[0]), int(row[1])
-        if ask == Ask.GRADIENT:
-            found = self.work.gradient(client, round_index, None if row[2] < 0 else int(row[2]))
-            known = found.accuracy is not None
-            return [found.loss, float(known), found.accuracy or 0.0, found.examples], [found.gradient]
-        reply = self.work.train(client, plan, round_index, row[2])
-        return [reply.loss, reply.steps, reply.examples, reply.total_step_size], [
-            reply.update,
-            reply.floats,
-            reply.ints,
-        ]
-
-
-def _waves(jobs: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(jobs)
-    while wave := list(islice(iterator, size)):
-        yield wave
+    def _answer(self, verb: str, words: list[Any]) -> None:
+        """Do what is asked and say what came of it."""
+        order: Participant | tuple[int, int] = tuple(words)
+        if verb != "evaluate":
+            client, weight, share, labels = words
+            kept = {label: self.wire.receive(self._point.x, 0) for label in labels}
+            order = Participant(client=client, weight=weight, share=share, kept=kept)
+        try:
+            reply = self._do(verb, order)
+        except GradalignError as error:
+            self.wire.say((False, asdict(Failure.of(error))), 0)
+            return
+        values = {one.name: getattr(reply, one.name) for one in fields(reply)}
+        vectors = [name for name in ("vector", "floats", "ints") if name in values]
+        self.wire.say((True, {name: value for name, value in values.items() if name not in vectors}), 0)
+        for name in vectors:
+            self.wire.send(values[name], 0)

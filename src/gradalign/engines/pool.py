@@ -11,35 +11,27 @@ import os
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, Self
+from typing import Any
 
-import torch
 import torch.multiprocessing
+from torch import Tensor
 
 from gradalign import stopping
-from gradalign.algorithms.plan import Plan, Shift
-from gradalign.client import LocalTraining
-from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
+from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import Point
-from gradalign.engines.jobs import (
-    EvaluationJob,
-    Failure,
-    GradientJob,
-    GradientSumJob,
-    Job,
-    SharedBuffers,
-    SumJob,
-    TrainJob,
-    for_whom,
-)
-from gradalign.engines.worker import start_method, work
+from gradalign.client.trainer import Setup
+from gradalign.engines import LocalClients
+from gradalign.engines.shared import Messages, SharedBuffers, changed_settings
+from gradalign.engines.worker import Failure, Job, start_method, work
 from gradalign.errors import GradalignError
-from gradalign.fast.group import GroupTrainer, evaluation_rows, groups
+from gradalign.fast import Group, evaluation_spans, groups
+from gradalign.fast.cohort import COHORT
+from gradalign.fast.lockstep import TOGETHER
 from gradalign.seeding import quiet_generators
-from gradalign.tasks.task import Task
 
 ATTEMPTS = 3
 
@@ -57,61 +49,45 @@ class _Assignment:
 class _Worker:
     process: Any
     pipe: Connection
-    busy: _Assignment | None = field(default=None)
+    busy: _Assignment | None = None
 
 
-class PoolEngine:
-    """N worker processes behind the Engine interface."""
+class PoolEngine(LocalClients):
+    """N worker processes behind the Engine interface; ``method`` is how they are started, fork or spawn."""
 
-    def __init__(
-        self,
-        task: Task,
-        local: LocalTraining,
-        seed: int,
-        workers: int,
-        *,
-        fast: bool = True,
-        clients_per_round: int = 0,
-        method: str | None = None,
-    ) -> None:
-        self.task, self.local, self.seed, self.fast, self.clients_per_round = task, local, seed, fast, clients_per_round
+    def __init__(self, setup: Setup, workers: int, *, method: str | None = None) -> None:
+        self._setup = setup
         self._context: Any = torch.multiprocessing.get_context(method or start_method())
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
-        trainer = GroupTrainer(task, local, seed, fast=fast, clients_per_round=clients_per_round)
-        self._trainer = trainer
-        forked = self._context.get_start_method() == "fork"
-        self._buffers = SharedBuffers(
-            trainer.one.flat.read(), self._slots, max(trainer.width, trainer.sum_width), forked=forked
-        )
-        self._shelf_of: dict[int, int] = {}
+        self._group = Group(setup)
+        """For what is decided about all clients alike; its cache knows what lies in shared memory."""
+        width = COHORT if self._group.cohort else TOGETHER if self._group.lockstep else 1
+        self._buffers = SharedBuffers(self._group.one.flat.read(), self._slots, width, forked=self._forks)
+        if setup.algorithm is not None:
+            self._buffers.make_room(setup.algorithm)
+        self._messages = Messages(self._buffers, setup.algorithm)
+        self._phase = 0
         self._wanted = workers
         self._workers: list[_Worker] = []
         try:
-            self._fill()
+            self._start_missing()
         except BaseException:
             self.close()
             raise
 
-    def _fill(self) -> None:
-        while len(self._workers) < self._wanted:
-            self._workers.append(self._hire())
+    @property
+    def _forks(self) -> bool:
+        return bool(self._context.get_start_method() == "fork")
 
-    def _hire(self) -> _Worker:
+    def _start_missing(self) -> None:
+        while len(self._workers) < self._wanted:
+            self._workers.append(self._start())
+
+    def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        forked = self._context.get_start_method() == "fork"
-        inherited = [ours, *(worker.pipe for worker in self._workers)] if forked else []
-        arguments = (
-            theirs,
-            inherited,
-            os.getpid(),
-            self.task,
-            self.local,
-            self.seed,
-            self.fast,
-            self.clients_per_round,
-            self._buffers,
-        )
+        inherited = [ours, *(worker.pipe for worker in self._workers)] if self._forks else []
+        arguments = (theirs, inherited, os.getpid(), self._setup, self._buffers)
         process = self._context.Process(target=work, args=arguments, daemon=True, name="gradalign-worker")
         try:
             with quiet_generators(), warnings.catch_warnings():
@@ -121,43 +97,40 @@ class PoolEngine:
                     process.start()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise GradalignError(
-                f"the task cannot be sent to a worker process ({error}); define its model, loss and data at the top "
-                "level of a module, or use workers=0"
+                f"the task cannot be sent to a worker process ({error}); define its model, loss and data, and an "
+                "algorithm of your own, at the top level of a module, or use workers=0"
             ) from error
         theirs.close()
         return _Worker(process, ours)
-
-    def _spawn_hint(self) -> str:
-        spawned = self._context.get_start_method() == "spawn"
-        return '; a script that starts workers needs if __name__ == "__main__"' if spawned else ""
 
     def worker_pids(self) -> list[int]:
         """Return the process ids of the workers now alive."""
         return [worker.process.pid for worker in self._workers if worker.process.is_alive()]
 
-    def _dismiss(self, worker: _Worker) -> None:
+    def _stop(self, worker: _Worker) -> None:
         if worker in self._workers:
-            self._workers.remove(worker)  # first, so that an interrupt in here leaves no worker to dismiss twice
+            self._workers.remove(worker)  # first, so that an interrupt in here leaves no worker to stop twice
         worker.pipe.close()
         worker.process.kill()
         worker.process.join()
 
     def _replace(self, worker: _Worker) -> _Worker:
-        self._dismiss(worker)
-        self._fill()
+        self._stop(worker)
+        self._start_missing()
         return self._workers[-1]
 
     def _assign(self, worker: _Worker, task: _Assignment) -> None:
         while True:
             task.attempts += 1
             if task.attempts > ATTEMPTS:
+                hint = "" if self._forks else '; a script that starts workers needs if __name__ == "__main__"'
                 raise GradalignError(
-                    f"{for_whom(task.job)} ended its worker process {ATTEMPTS} times; "
-                    "it may need more memory than there is, or crash" + self._spawn_hint()
+                    f"{task.job.whose()} ended its worker process {ATTEMPTS} times; "
+                    f"it may need more memory than there is, or crash{hint}"
                 )
             worker.busy = task
             try:
-                worker.pipe.send(task.job)
+                worker.pipe.send_bytes(self._messages.written(task.job))
                 return
             except OSError:
                 worker = self._replace(worker)
@@ -171,19 +144,19 @@ class PoolEngine:
             if task is None:
                 continue
             try:
-                answer = worker.pipe.recv()
+                answer = self._messages.read(worker.pipe.recv_bytes())
             except (EOFError, OSError):
                 self._assign(self._replace(worker), task)
                 continue
             worker.busy = None
             yield task, answer
 
-    def _stream(self, jobs: Iterator[Callable[[int], Job]]) -> Iterator[tuple[Any, Any]]:
-        """Give out jobs as slots and workers become free; yield (job, answer) in the jobs' order."""
+    def _stream(self, jobs: Iterator[Callable[..., Job]]) -> Iterator[Any]:
+        """Give out jobs as slots and workers become free; yield the answers in the jobs' order."""
         free = deque(range(self._slots))
         answered: dict[int, tuple[Job, Any]] = {}
         given, handed_on, exhausted = 0, 0, False
-        self._fill()
+        self._start_missing()
         try:
             while True:
                 idle = [worker for worker in self._workers if worker.busy is None]
@@ -192,13 +165,13 @@ class PoolEngine:
                     if make is None:
                         exhausted = True
                         break
-                    self._assign(idle.pop(), _Assignment(given, make(free.popleft())))
+                    self._assign(idle.pop(), _Assignment(given, make(slot=free.popleft())))
                     given += 1
                 if handed_on in answered:
                     job, answer = answered.pop(handed_on)
                     if isinstance(answer, Failure):
                         raise answer.as_error()
-                    yield job, job.collect(answer, self._buffers)
+                    yield answer
                     free.append(job.slot)
                     handed_on += 1
                 elif handed_on == given and exhausted:
@@ -209,125 +182,86 @@ class PoolEngine:
         finally:
             # Left early (an error, an interrupt): unfinished work is for nobody. Successors come when needed.
             for worker in [w for w in self._workers if w.busy is not None]:
-                self._dismiss(worker)
+                self._stop(worker)
 
-    def gradients(
-        self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
-    ) -> Iterator[tuple[int, ClientGradient]]:
-        """Yield (client, ∇f_i(x)) for every client."""
-        self._buffers.point.copy_(point)
+    def _begin(self, told: Broadcast, clients: Sequence[int] = ()) -> bytes:
+        """Begin a phase in which these clients' gradients are remembered; return what all workers are told.
 
-        def maker(group: list[int]) -> Callable[[int], Job]:
-            return lambda slot: GradientJob(slot=slot, clients=group, round_index=round_index, limit=limit)
+        Workers that were started without room for it, or without the algorithm's classes, make way for others.
+        """
+        self._phase += 1
+        self._group.begin(told)
+        old = self._buffers.make_room(told.algorithm, told.shared)
+        if clients and self._buffers.make_room_for_gradients(len(clients), self._group.room(told, clients)):
+            self._group.cache.entries.clear()
+            old = True
+        if changed_settings(told.algorithm, self._setup.algorithm) is None:
+            self._setup = replace(self._setup, algorithm=told.algorithm)
+            self._messages = Messages(self._buffers, told.algorithm)
+            old = True
+        for worker in list(self._workers) if old else ():
+            self._stop(worker)
+        return self._messages.written(self._buffers.told(told))
 
-        makers = (maker(group) for group in groups(clients, self._trainer.width))
-        for job, replies in self._stream(makers):
-            yield from zip(job.clients, replies, strict=True)
+    def _free_rows(self, clients: Sequence[int]) -> dict[int, Tensor]:
+        """Return a row for each client whose gradient is not known; the gradients of all others are given up."""
+        entries = self._group.cache.entries
+        for client in entries.keys() - set(clients):
+            del entries[client]
+        used = {entry.vector.data_ptr() for entry in entries.values()}
+        free = (row for row in self._buffers.gradients if row.data_ptr() not in used)
+        return {client: next(free) for client in clients if client not in entries}
 
-    def train(
-        self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
-    ) -> Iterator[tuple[int, ClientUpdate]]:
-        """Yield (client, Δ_i) for every planned client."""
-        self._buffers.point.copy_(point)
+    def _job(self, *, slot: int, said: bytes, who: list[Participant], rows: Mapping[int, Tensor] | None) -> Job:
+        """Return a group's job, its k_i being written to the slot."""
+        kept, entries = self._buffers.kept, self._group.cache.entries
+        clients = [one.client for one in who]
+        return Job(
+            slot=slot,
+            phase=self._phase,
+            said=said,
+            trains=rows is None,
+            who=[
+                replace(one, kept={label: kept[label][slot, row].copy_(own) for label, own in one.kept.items()})
+                for row, one in enumerate(who)
+            ],
+            known={client: entries[client] for client in clients if client in entries},
+            rows={client: rows[client] for client in clients if rows and client in rows},
+        )
 
-        def maker(group: list[tuple[int, Plan]]) -> Callable[[int], Job]:
-            clients, own = [client for client, _ in group], [plan for _, plan in group]
-            return lambda slot: TrainJob.put(
-                own, self._buffers, slot=slot, clients=clients, round_index=round_index, lr=lr
-            )
+    def _replies(
+        self, told: Broadcast, said: bytes, who: Iterable[Participant], rows: Mapping[int, Tensor] | None = None
+    ) -> Iterator[Any]:
+        """Have the clients train, or take their gradients where there are rows for them."""
+        makers = (partial(self._job, said=said, who=group, rows=rows) for group in groups(who, self._group.width(told)))
+        for answer in self._stream(makers):
+            self._group.cache.entries.update(answer.fresh)
+            yield from answer.replies
 
-        makers = (maker(group) for group in groups(plans, self._trainer.width))
-        for job, replies in self._stream(makers):
-            yield from zip(job.clients, replies, strict=True)
+    def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
+        """Yield ∇f_i(x), of every client or summed over neighbours; each one's own stays in shared memory."""
+        # Measured gradients are of use to a round only where it takes them one by one, too.
+        alone = self._group.width(replace(told, one_by_one=False)) == 1
+        used = told.algorithm.uses_own_gradient and (told.participants > 0 or alone)
+        clients = [one.client for one in who] if used else []
+        said = self._begin(told, clients)
+        return self._replies(told, said, who, self._free_rows(clients))
 
-    def sums(self, shifted: bool) -> bool:
-        """Return whether adding up inside groups gains anything for this task."""
-        return self._trainer.sums(shifted)
-
-    def keeps_gradients(self, clients: Sequence[int]) -> bool:
-        """Return whether these clients' gradients can wait on shelves for a shift."""
-        return self._trainer.shelf_length(clients) is not None
-
-    def _set_up_shelves(self, clients: list[int]) -> None:
-        """Give every client a shelf; workers hired before there were enough of them do not see them, and go."""
-        length = self._trainer.shelf_length(clients) or 0
-        if self._buffers.has_shelves(len(clients), length):
-            return
-        self._buffers.set_up_shelves(len(clients), length)
-        for worker in list(self._workers):
-            self._dismiss(worker)
-        self._fill()
-
-    def gradient_sums(
-        self, point: Point, clients: Sequence[tuple[int, float]], *, round_index: int, limit: int | None = None
-    ) -> Iterator[tuple[list[int], GroupGradient]]:
-        """Yield (clients, Σ w_i ∇f_i(x)) for groups of clients; keep each one's own."""
-        self._set_up_shelves([client for client, _ in clients])
-        self._buffers.point.copy_(point)
-        self._shelf_of = {client: row for row, (client, _) in enumerate(clients)}
-
-        def maker(group: list[tuple[int, float]]) -> Callable[[int], Job]:
-            return lambda slot: GradientSumJob(
-                slot=slot,
-                clients=[client for client, _ in group],
-                weights=[weight for _, weight in group],
-                shelves=[self._shelf_of[client] for client, _ in group],
-                round_index=round_index,
-                limit=limit,
-            )
-
-        makers = (maker(group) for group in groups(clients, self._trainer.sum_width))
-        for job, reply in self._stream(makers):
-            yield job.clients, reply
-
-    def train_sums(
-        self,
-        point: Point,
-        plans: Iterable[tuple[int, Plan, float]],
-        *,
-        round_index: int,
-        lr: float,
-        shift: Shift | None = None,
-    ) -> Iterator[tuple[list[int], GroupUpdate]]:
-        """Yield (clients, Σ w_i Δ_i) for groups of clients."""
-        self._buffers.point.copy_(point.moved(None if shift is None else shift.common))
-
-        def maker(group: list[tuple[int, Plan, float]]) -> Callable[[int], Job]:
-            clients, own = [client for client, _, _ in group], [plan for _, plan, _ in group]
-            return lambda slot: SumJob(
-                weights=[weight for _, _, weight in group],
-                along=0.0 if shift is None else shift.along,
-                shelves=[] if shift is None else [self._shelf_of[client] for client in clients],
-                each=TrainJob.put(own, self._buffers, slot=slot, clients=clients, round_index=round_index, lr=lr),
-            )
-
-        makers = (maker(group) for group in groups(plans, self._trainer.sum_width))
-        for job, reply in self._stream(makers):
-            yield job.clients, reply
+    def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
+        """Yield Δ_i, of every client or summed over neighbours."""
+        return self._replies(told, self._begin(told), who)
 
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""
-        examples = self.task.test_examples
+        examples = self._setup.task.test_examples
         if examples is None:
             return None
         self._buffers.point.copy_(point)
-
-        def maker(rows: torch.Tensor) -> Callable[[int], Job]:
-            start = int(rows[0])
-            return lambda slot: EvaluationJob(slot=slot, start=start, stop=start + len(rows))
-
-        chunks = evaluation_rows(len(examples))
-        return sum((score for _, score in self._stream(maker(rows) for rows in chunks)), Score())
+        return sum(self._stream(partial(Job, span=span) for span in evaluation_spans(len(examples))), Score())
 
     def close(self) -> None:
         """End every worker."""
         for worker in list(self._workers):
             worker.process.kill()
         while self._workers:
-            self._dismiss(self._workers[-1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self._stop(self._workers[-1])

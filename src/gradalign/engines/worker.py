@@ -1,4 +1,4 @@
-"""A worker process: how it is started, and the loop in which it serves the pool's jobs."""
+"""A worker process of the pool: the jobs that it is given, what it answers, and its loop."""
 
 from __future__ import annotations
 
@@ -6,20 +6,143 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradalign import stopping
-from gradalign.client import LocalTraining
-from gradalign.engines.allocator import retain_freed_memory
-from gradalign.engines.jobs import Failure, Job, SharedBuffers, for_whom
-from gradalign.errors import GradalignError
-from gradalign.fast.group import GroupTrainer, named_failure
-from gradalign.tasks.task import Task
+from gradalign.client.exchange import (
+    Broadcast,
+    CachedGradient,
+    Gradient,
+    GradientCache,
+    Participant,
+    Reply,
+    Score,
+)
+from gradalign.client.trainer import Setup, named_failure
+from gradalign.engines.shared import Messages, SharedBuffers
+from gradalign.errors import ClientError, GradalignError
+from gradalign.fast import Group
 
 _PR_SET_PDEATHSIG = 1
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_HELD_BYTES = 512 * 1024 * 1024
+_PAD_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The work of a group of clients, or the evaluation of some test examples."""
+
+    slot: int
+    phase: int = 0
+    said: bytes = b""
+    """What all clients of the phase are told; nothing for an evaluation."""
+    trains: bool = False
+    who: Sequence[Participant] = ()
+    rows: Mapping[int, Tensor] = field(default_factory=dict)
+    """Where to put clients' gradients."""
+    known: Mapping[int, CachedGradient] = field(default_factory=dict)
+    """The gradients that are there."""
+    span: tuple[int, int] = (0, 0)
+
+    def whose(self) -> str:
+        """Say whose work this is."""
+        if not self.who:
+            return "the evaluation"
+        first, last = self.who[0].client, self.who[-1].client
+        return f"client {first}" if first == last else f"one of the clients {first} to {last}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A group's replies, and the gradients that were put into their clients' rows."""
+
+    replies: Sequence[Reply]
+    fresh: Mapping[int, CachedGradient]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker's answer when the work raised."""
+
+    message: str
+    details: str
+    by_user_code: bool
+
+    @classmethod
+    def of(cls, error: GradalignError) -> Failure:
+        """Describe an error in a form that crosses the process boundary."""
+        details = "".join(traceback.format_exception(error))
+        return cls(str(error), details, isinstance(error, ClientError))
+
+    def as_error(self) -> GradalignError:
+        """Return the error to raise in the server, with the worker's traceback as a note."""
+        error = ClientError(self.message) if self.by_user_code else GradalignError(self.message)
+        error.add_note("in a worker process:\n" + self.details)
+        return error
+
+
+class _JobCache(GradientCache):
+    """The gradients of one job's clients, in shared memory as far as they have rows there."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.entries, self._rows = dict(job.known), job.rows
+        self.fresh: dict[int, CachedGradient] = {}
+
+    def begin(self, told: Broadcast, *, alone: bool) -> None:
+        """Do nothing: the server begins phases, and says what is known in them."""
+
+    def put(
+        self,
+        client: int,
+        *parts: Tensor,
+        rows: int | None = None,
+        reply: Gradient | None = None,
+    ) -> None:
+        """Remember a client's gradient, in its row when it has one."""
+        if client not in self._rows:
+            super().put(client, *parts, rows=rows, reply=reply)
+            return
+        sizes = [part.numel() for part in parts]
+        vector = self._rows[client][: sum(sizes)]
+        for part, place in zip(parts, vector.split(sizes), strict=True):
+            place.copy_(part.reshape(-1))
+        entry = CachedGradient(vector, rows, None if reply is None else replace(reply, vector=vector))
+        self.entries[client] = self.fresh[client] = entry
+
+
+class _Bench:
+    """Where a worker works: its models, and what it was told last."""
+
+    def __init__(self, setup: Setup, buffers: SharedBuffers, messages: Messages) -> None:
+        self._group, self._buffers, self._messages = Group(setup), buffers, messages
+        self._told: tuple[int, Broadcast] | None = None
+
+    def do(self, job: Job) -> Answer | Score:
+        """Do a job; the replies' vectors stay in shared memory, in the slot unless they lie there already."""
+        group, buffers = self._group, self._buffers
+        if not job.said:
+            return group.evaluate(buffers.point, *job.span)
+        cache = group.cache = _JobCache(job)
+        work = group.train if job.trains else group.gradients
+        replies: list[Reply] = list(work(self._broadcast(job), job.who, buffers.out[job.slot].unbind()))
+        for row, reply in enumerate(replies):
+            replies[row] = buffers.brought(reply, job.slot, row)
+        return Answer(replies, cache.fresh)
+
+    def _broadcast(self, job: Job) -> Broadcast:
+        """Return what all clients of the phase are told: one object, so that what is made of it is made once."""
+        if self._told is None or self._told[0] != job.phase:
+            self._told = job.phase, self._messages.read(job.said)
+        return self._told[1]
 
 
 def start_method() -> str:
@@ -39,15 +162,24 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _retain_freed_memory() -> None:
+    """Ask glibc, where there is one, to hold on to freed memory instead of returning it after every layer.
+
+    For worker processes only: activations of some megabytes would otherwise be mapped, zeroed and unmapped at every
+    step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, _HELD_BYTES)
+        mallopt(_M_TOP_PAD, _PAD_BYTES)
+
+
 def work(
     pipe: Connection,
     inherited: list[Connection],
     parent: int,
-    task: Task,
-    local: LocalTraining,
-    seed: int,
-    fast: bool,
-    clients_per_round: int,
+    setup: Setup,
     buffers: SharedBuffers,
 ) -> None:
     """Serve jobs until the pipe closes. Runs in the worker process."""
@@ -59,21 +191,22 @@ def work(
         # A forked worker holds copies of the server's pipe ends; while it does, its siblings never see them close.
         connection.close()
     torch.set_num_threads(1)
-    if fast:
-        retain_freed_memory()
-    trainer: GroupTrainer | None = None
+    if setup.fast:
+        _retain_freed_memory()
+    messages = Messages(buffers, setup.algorithm)
+    bench: _Bench | None = None
     while True:
         try:
-            job: Job = pipe.recv()
+            job: Job = messages.read(pipe.recv_bytes())
         except (EOFError, OSError):
             return
         try:
-            with named_failure(for_whom(job)):
-                trainer = trainer or GroupTrainer(task, local, seed, fast=fast, clients_per_round=clients_per_round)
-                answer: Any = job.run(trainer, buffers)
+            with named_failure(job.whose()):
+                bench = bench or _Bench(setup, buffers, messages)
+                answer: Answer | Score | Failure = bench.do(job)
         except GradalignError as error:
             answer = Failure.of(error)
         try:
-            pipe.send(answer)
+            pipe.send_bytes(messages.written(answer))
         except OSError:
             return

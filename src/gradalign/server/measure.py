@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from gradalign.checks import real, whole
-from gradalign.client.exchange import ClientGradient
+from gradalign.client.exchange import Broadcast, Participant
+from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
-from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server.federation import Federation, ServerState
@@ -170,46 +170,63 @@ def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
     return [0, *sorted(int(i) + 1 for i in np.atleast_1d(others))]
 
 
-def measured_at(
-    state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine
-) -> tuple[Row, dict[int, ClientGradient]]:
-    """Measure what is due at this point; also return the clients' gradients where they were taken."""
+def measured_at(state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine) -> Row:
+    """Measure what is due at this point."""
     row: Row = dict.fromkeys(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
     scored_on = federation.task.scored_on
     row |= {f"{scored_on}_loss": None, f"{scored_on}_accuracy": None}
-    gradients: dict[int, ClientGradient] = {}
-    weights: list[float] = []
     if measure.due(measure.test_every, state.round, rounds):
         score = engine.evaluate(state.point)
         if score is not None:
             row[f"{scored_on}_loss"] = score.loss / score.examples
             row[f"{scored_on}_accuracy"] = None if score.correct is None else score.correct / score.examples
     if measure.due(measure.train_every, state.round, rounds):
-        clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
-        for client, reply in engine.gradients(state.point, clients, round_index=state.round):
-            gradients[client] = replace(reply, gradient=reply.gradient.to("cpu", copy=True))
-            weights.append(federation.weight(client))
-    if gradients:
-        row["train_loss"] = _mean([reply.loss for reply in gradients.values()], weights)
-        known = [reply.accuracy for reply in gradients.values() if reply.accuracy is not None]
-        row["train_accuracy"] = _mean(known, weights) if len(known) == len(weights) else None
-        with one_thread():  # norms over several threads round differently
-            found = alignment_of([reply.gradient for reply in gradients.values()], weights)
-        row |= {"r": found.r, "drift": found.drift, "drift_ratio": found.drift_ratio, "cosine": found.cosine}
-    bad = [name for name, value in row.items() if value is not None and not math.isfinite(value)]
-    if bad:
-        name = bad[0].replace("_", " ")
-        if state.round == 0:
-            raise DivergedError(
-                f"the {name} is NaN or infinite before any training; look at the model, the loss or the data"
-            )
+        row |= _measured_on_clients(state, federation, measure, engine)
+    _require_finite(row, state.round)
+    return row
+
+
+def _measured_on_clients(state: ServerState, federation: Federation, measure: Measure, engine: Engine) -> Row:
+    """Measure what one gradient pass over some clients tells; a round at this point may go on with the gradients."""
+    algorithm = federation.algorithm_at(state.round)
+    told = Broadcast(point=state.point, round=state.round, algorithm=algorithm, one_by_one=True)
+    clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
+    gradients, losses, accuracies, weights = [], [], [], []
+    for reply in engine.gradients(told, [Participant(client=c, weight=federation.weight(c)) for c in clients]):
+        gradients.append(reply.vector.to("cpu", copy=True))
+        losses += reply.losses
+        accuracies += [accuracy for accuracy in reply.accuracies if accuracy is not None]
+        weights += reply.weights
+    if not gradients:
+        return {}
+    with one_thread():  # norms over several threads round differently
+        found = alignment_of(gradients, weights)
+    return {
+        "train_loss": _mean(losses, weights),
+        "train_accuracy": _mean(accuracies, weights) if len(accuracies) == len(weights) else None,
+        "r": found.r,
+        "drift": found.drift,
+        "drift_ratio": found.drift_ratio,
+        "cosine": found.cosine,
+    }
+
+
+def _require_finite(row: Row, rounds: int) -> None:
+    """Refuse what cannot be measured: the run has diverged."""
+    bad = next((name for name, value in row.items() if value is not None and not math.isfinite(value)), None)
+    if bad is None:
+        return
+    name = bad.replace("_", " ")
+    if rounds == 0:
         raise DivergedError(
-            f"the {name} became NaN or infinite after round {state.round}; "
-            "lower local.lr or algorithm.beta, or set local.clip_norm"
+            f"the {name} is NaN or infinite before any training; look at the model, the loss or the data"
         )
-    return row, gradients
+    raise DivergedError(
+        f"the {name} became NaN or infinite after round {rounds}; "
+        "lower local.lr or algorithm.beta, or set local.clip_norm"
+    )
 
 
 def _mean(values: list[float], weights: list[float]) -> float:

@@ -1,0 +1,171 @@
+"""Shared memory through which a pool's server and its workers hand each other vectors, and how they write of them."""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradalign.algorithms.plan import Combination
+from gradalign.client.exchange import Broadcast, Reply, Update
+from gradalign.client.flat import Point
+from gradalign.errors import GradalignError
+
+_LINE = 16  # numbers that fill whole lines of the cache, in any precision
+
+
+class SharedBuffers:
+    """All shared memory of a pool: what is broadcast, slots for groups of up to ``width`` clients, and gradients.
+
+    A slot has a row for each client. Inputs and output lie apart: when a worker dies half-way, its successor finds the
+    inputs unharmed. What is made after a worker was started is not seen by it.
+    """
+
+    def __init__(self, point: Point, slots: int, width: int, *, forked: bool = False) -> None:
+        self._slots, self._width, self._forked = slots, width, forked
+        self._rooms: dict[str, Tensor] = {}
+        vectors = {"x": point.x, "floats": point.floats, "ints": point.ints}
+        self.point = Point(*(self._room(name, vector.numel(), like=vector) for name, vector in vectors.items()))
+        self.mean = self._vectors("mean")
+        self.shared: dict[str, Tensor] = {}
+        """s by label."""
+        self.kept: dict[str, Tensor] = {}
+        """k_i by label, rows in each slot."""
+        self.out = self._vectors("out", slots, width)
+        self.floats = self._room("floats out", slots, width, point.floats.numel(), like=point.floats)
+        self.ints = self._room("ints out", slots, width, point.ints.numel(), like=point.ints)
+        self.gradients = self._vectors("gradients", 0, length=0)
+        """A row for each client of a phase, where its gradient waits for the round's second phase."""
+
+    def _room(self, name: str, *shape: int, like: Tensor) -> Tensor:
+        """Return zeros that workers see; most systems give them memory only where they are touched."""
+        size = math.prod(shape) * like.dtype.itemsize
+        if self._forked and size:
+            room = torch.frombuffer(mmap.mmap(-1, size), dtype=like.dtype)
+        else:
+            room = torch.empty(0, dtype=like.dtype)
+            room.set_(torch.UntypedStorage._new_shared(size))  # the kernel's fresh pages are zeros
+        self._rooms[name] = room
+        return room.view(shape)
+
+    def _vectors(self, name: str, *shape: int, length: int | None = None) -> Tensor:
+        """Return vectors that all begin lines of the cache: products written to other places may round differently."""
+        length = self.point.x.numel() if length is None else length
+        return self._room(name, *shape, -(-length // _LINE) * _LINE, like=self.point.x)[..., :length]
+
+    def make_room(self, algorithm: Combination, shared: Iterable[str] = ()) -> bool:
+        """Make room for what an algorithm's parts share and keep; return whether some was missing."""
+        keepers = {part.label for part in algorithm.keepers} - self.kept.keys()
+        missing = ({*shared} | keepers) - self.shared.keys()
+        self.kept |= {label: self._vectors(f"kept {label}", self._slots, self._width) for label in keepers}
+        self.shared |= {label: self._vectors(f"shared {label}") for label in missing}
+        return bool(keepers or missing)
+
+    def make_room_for_gradients(self, clients: int, length: int) -> bool:
+        """Make room for so many clients' gradients, or factors of them; return whether some was missing."""
+        there, long = self.gradients.shape
+        if there >= clients and long >= length:
+            return False
+        try:
+            self.gradients = self._vectors("gradients", max(clients, there), length=max(length, long))
+        except OSError as error:
+            raise GradalignError(f"no memory for the gradients of {clients} clients: {error}") from error
+        return True
+
+    def told(self, told: Broadcast) -> Broadcast:
+        """Return a broadcast with its vectors in shared memory."""
+        self.point.copy_(told.point)
+        return replace(
+            told,
+            point=self.point,
+            mean=None if told.mean is None else self.mean.copy_(told.mean),
+            shared={label: self.shared[label].copy_(vector) for label, vector in told.shared.items()},
+        )
+
+    def brought(self, reply: Reply, slot: int, row: int) -> Reply:
+        """Return a reply with its vectors in shared memory: where they are if they lie there, else in this row."""
+        if isinstance(reply, Update):
+            floats, ints = self.floats[slot, row].copy_(reply.floats), self.ints[slot, row].copy_(reply.ints)
+            reply = replace(reply, floats=floats, ints=ints)
+        there = self.place_of(reply.vector) is not None
+        return reply if there else replace(reply, vector=self.out[slot, row].copy_(reply.vector))
+
+    def place_of(self, vector: Tensor) -> tuple[str, int, int] | None:
+        """Return where a vector lies in shared memory, None if it does not."""
+        for name, room in self._rooms.items():
+            start = vector.data_ptr() - room.data_ptr() if vector.numel() else 0
+            if room.dtype == vector.dtype and 0 <= start <= room.nbytes - vector.nbytes:
+                return name, start // room.itemsize, vector.numel()
+        return None
+
+    def at(self, place: tuple[str, int, int]) -> Tensor:
+        """Return the vector that lies in this place."""
+        name, start, length = place
+        return self._rooms[name][start : start + length]
+
+
+def changed_settings(now: Combination, known: Combination | None) -> dict[str, dict[str, Any]] | None:
+    """Return what a round's algorithm has set otherwise than the one known elsewhere; None if its classes differ.
+
+    So only numbers travel: an algorithm of the user's own may be of a class that cannot be sent.
+    """
+    if known is None or [type(part) for part in now.parts] != [type(part) for part in known.parts]:
+        return None
+    settings = {part.label: part.values() for part in known.parts}
+    return {
+        part.label: {name: value for name, value in part.values().items() if value is not settings[part.label][name]}
+        for part in now.parts
+    }
+
+
+class _Writer(pickle.Pickler):
+    """Writes vectors as their places in shared memory, and an algorithm as its settings."""
+
+    def __init__(self, file: io.BytesIO, buffers: SharedBuffers, algorithm: Combination | None) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._buffers, self._algorithm = buffers, algorithm
+
+    def persistent_id(self, value: object) -> object:
+        """Return what stands for a value; None for one that is written as it is."""
+        if isinstance(value, Combination):
+            return changed_settings(value, self._algorithm)
+        return self._buffers.place_of(value) if isinstance(value, Tensor) else None
+
+
+class _Reader(pickle.Unpickler):
+    """Reads what a ``_Writer`` wrote."""
+
+    def __init__(self, file: io.BytesIO, buffers: SharedBuffers, algorithm: Combination | None) -> None:
+        super().__init__(file)
+        self._buffers, self._algorithm = buffers, algorithm
+
+    def persistent_load(self, reference: Any) -> object:
+        """Return the value that a reference stands for."""
+        if isinstance(reference, dict) and self._algorithm is not None:
+            return self._algorithm.with_values(reference)
+        return self._buffers.at(reference)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """How the server and its workers write to each other; all of them know the algorithm's classes."""
+
+    buffers: SharedBuffers
+    algorithm: Combination | None
+
+    def written(self, value: object) -> bytes:
+        """Return a job or an answer as bytes."""
+        file = io.BytesIO()
+        _Writer(file, self.buffers, self.algorithm).dump(value)
+        return file.getvalue()
+
+    def read(self, data: bytes) -> Any:
+        """Return what was written, its vectors being views of shared memory."""
+        return _Reader(io.BytesIO(data), self.buffers, self.algorithm).load()
