@@ -13,9 +13,9 @@ import torch
 from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
 from gradalign.client import LocalTraining
-from gradalign.engines import Engine
+from gradalign.client.trainer import Setup
+from gradalign.engines import Engine, under_torchrun
 from gradalign.engines.distributed import DistributedEngine
-from gradalign.engines.launch import under_torchrun
 from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError, whole
 from gradalign.server.federation import Federation, describe, make_federation
@@ -180,6 +180,7 @@ def make_engine(federation: Federation, options: RunOptions) -> Engine:
         device=options.device,
         fast=federation.fast,
         clients_per_round=federation.per_round,
+        algorithm=federation.algorithm,
     )
 
 
@@ -189,4 +190,12 @@ def _distributed_engine(federation: Federation, options: RunOptions) -> Distribu
     device = options.device
     if torch.device(device).type == "cuda" and torch.device(device).index is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return DistributedEngine(federation.task, federation.local, federation.seed, device, fast=federation.fast)
+    setup = Setup(
+        task=federation.task,
+        local=federation.local,
+        seed=federation.seed,
+        device=device,
+        fast=federation.fast,
+        algorithm=federation.algorithm,
+    )
+    return DistributedEngine(setup)

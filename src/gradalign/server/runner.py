@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from gradalign import stopping
-from gradalign.client.exchange import ClientGradient
 from gradalign.client.flat import FlatModel, Point
 from gradalign.devices import check_device
-from gradalign.engines import Engine, RemoteEngine, SummingEngine
+from gradalign.engines import Engine
 from gradalign.engines.distributed import DistributedEngine
 from gradalign.errors import (
     DivergedError,
@@ -222,11 +221,9 @@ def _play_all(
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
     tell = begin(list(rows))
     began, saved = time.monotonic() - spent, time.monotonic()
-    known: dict[int, ClientGradient] = {}
 
     def note(state: ServerState, facts: RoundFacts | None) -> None:
-        nonlocal known
-        measured, known = measured_at(state, federation, measure, rounds, engine)
+        measured = measured_at(state, federation, measure, rounds, engine)
         rows.append(row_of(state, facts, measured, time.monotonic() - began))
         if folder is not None:
             folder.append(rows[-1])
@@ -240,8 +237,7 @@ def _play_all(
         if restored is None:
             note(state, None)
         while state.round < rounds:
-            may_stand_in = _may_stand_in(federation, engine)
-            after, facts = _play_patiently(federation, engine, state, known if may_stand_in else {})
+            after, facts = _play_patiently(federation, engine, state)
             stopping.stop_if_asked()  # a round in which somebody swallowed the interrupt may be anything: not taken
             note(after, facts)
             state = after
@@ -261,30 +257,16 @@ def _play_all(
     return Result(history=columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
 
 
-def _play_patiently(
-    federation: Federation, engine: Engine, state: ServerState, known: dict[int, ClientGradient]
-) -> tuple[ServerState, RoundFacts]:
+def _play_patiently(federation: Federation, engine: Engine, state: ServerState) -> tuple[ServerState, RoundFacts]:
     """Play a round, again when too few clients answered, as often as the engine has patience."""
-    attempts = engine.attempts if isinstance(engine, RemoteEngine) else 1
-    while True:
-        attempts -= 1
+    for left in range(engine.attempts - 1, -1, -1):
         try:
-            return play_round(federation, engine, state, known)
+            return play_round(federation, engine, state)
         except TooFewClientsError as error:
-            if attempts < 1:
+            if not left:
                 raise
             logger.warning("%s; the round is played again", error)
-
-
-def _may_stand_in(federation: Federation, engine: Engine) -> bool:
-    """Return whether gradients that were measured at a point are, to the bit, those that the next round would take.
-
-    The measuring pass sees whole clients, so the gradient phase must do so too. And where clients' gradients are taken
-    together, the bits of one depend on who is beside it: a round would depend on whether the point before it was
-    measured in the same process, which no checkpoint tells.
-    """
-    together = isinstance(engine, SummingEngine) and engine.sums(shifted=False)
-    return federation.local.gradient_examples is None and not together
+    raise AssertionError("an engine makes at least one attempt")
 
 
 def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:
