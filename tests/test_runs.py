@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import gradalign as ga
 from conftest import blobs, hear_ctrl_c, vector
-from gradalign.runs.folder import differing_fields
+from gradalign.runs import differing_fields
 from gradalign.runs.metrics import read_metrics
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gradalign.errors import NotWrittenError, need
+from gradalign.errors import NotWrittenError, need, shown_text
 
 SPEC, METRICS, CHECKPOINT, SUMMARY = "spec.toml", "metrics.jsonl", "checkpoint.safetensors", "summary.json"
 MODEL, LOCK = "model.safetensors", ".lock"
@@ -130,3 +130,20 @@ def as_toml(data: Mapping[str, Any]) -> str:
     """Return a table as TOML text."""
     text: str = need("tomli_w", "runs").dumps(dict(data))
     return text
+
+
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the dotted names of the fields in which two specs differ, with both values."""
+    found: list[str] = []
+    for key in sorted(set(old) | set(new)):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differing_fields(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(shown_text(f"{prefix}{key} ({_shown(a)} there, {_shown(b)} now)"))
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -6,17 +6,22 @@ Files are written beside their place, synced and renamed, so each is whole or it
 from __future__ import annotations
 
 import json
+import os
+import stat
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from gradalign.errors import DivergedError, GradalignError, NotWrittenError, RunEndedError, shown_text
+from gradalign.errors import DivergedError, FolderInUseError, GradalignError, NotWrittenError, RunEndedError
 from gradalign.runs import (
+    CAREFULLY,
     CHECKPOINT,
     CLASS_COUNTS,
     FAILURE,
+    LOCK,
     METRICS,
     MODEL,
     SPEC,
@@ -24,22 +29,15 @@ from gradalign.runs import (
     TENSORBOARD,
     WANDB,
     as_toml,
+    differing_fields,
     remove,
     write_json,
     write_whole,
 )
 from gradalign.runs import checkpoint as checkpoints
 from gradalign.runs.checkpoint import WHAT_TO_DO, Belongs, digest_of, digest_of_file, digest_of_settings
-from gradalign.runs.lock import locked, refuse_strangers, unusable
 from gradalign.runs.metrics import LARGEST_METRICS, MetricsFile, rows_in
-from gradalign.runs.untrusted import is_there, read_bytes, read_spec, read_table
-
-# moved: for those who still look for them here
-from gradalign.runs import write_toml as write_toml  # isort: skip
-from gradalign.runs.lock import is_held as is_held  # isort: skip
-from gradalign.runs.metrics import read_metrics as read_metrics  # isort: skip
-
-read_toml = read_table
+from gradalign.runs.untrusted import is_file, is_there, read_bytes, read_spec, read_table, why_not
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,24 +45,102 @@ if TYPE_CHECKING:
 
 DIGESTS = "sha256"
 """Where a summary has the digests of what belongs to it."""
-_LONGEST_VALUE, _MOST_TOLD = 80, 8
+_MOST_TOLD = 8
 
 
-def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted names of the fields in which two specs differ, with both values."""
-    found: list[str] = []
-    for key in sorted(set(old) | set(new)):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differing_fields(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found.append(shown_text(f"{prefix}{key} ({_shown(a)} there, {_shown(b)} now)"))
-    return found
+_locks: set[IO[bytes]] = set()
 
 
-def _shown(value: Any) -> str:
-    text = "not set" if value is None else repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+def _drop_inherited_locks() -> None:
+    """Close a forked worker's copies: a lock must end with the process that took it, not with its workers."""
+    for lock in _locks:
+        lock.close()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_inherited_locks)
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    """Open the lock, which nothing is ever written to: it may be anybody's file under another name."""
+    try:
+        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | CAREFULLY, 0o666), "rb")
+    except OSError as error:
+        raise GradalignError(f"{path} {why_not(error)}") from None
+    if not stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
+        lock.close()
+        raise GradalignError(f"{path} is not a file; remove it")
+    return lock
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder if need be and keep other writers out of it inside the block."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    with _open_lock(folder / LOCK) as lock:
+        try:
+            import fcntl
+        except ImportError:  # not a Unix: nothing to lock with
+            yield
+            return
+        for patience in range(8, -1, -1):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if not patience:
+                    raise FolderInUseError(f"another process is writing to {folder}") from None
+                time.sleep(0.02)  # a reader that asks whether anyone writes holds the lock for a blink
+        _locks.add(lock)
+        try:
+            yield
+        finally:
+            _locks.discard(lock)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a worker forked a moment ago may still hold a copy of the file
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a process is writing to this folder.
+
+    A shared lock is tried for and dropped at once; a writer that starts in this very moment tries again.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a Unix: nobody locks, so nobody is known to be gone
+        return True
+    if not is_file(folder / LOCK):  # nobody of us holds a link or a pipe
+        return False
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY | CAREFULLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def refuse_strangers(folder: Path, ours: set[str]) -> None:
+    """Raise when the folder holds anything that is not ours."""
+    names = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
+    strangers = sorted(names - ours)
+    if strangers:
+        raise GradalignError(
+            f"{folder} is not a run folder and not empty (it has {strangers[0]}); choose another --out"
+        )
+
+
+def _unusable(folder: Path, error: OSError) -> GradalignError:
+    return GradalignError(f"cannot use {folder} as a run folder: {error.strerror or error}")
 
 
 @contextmanager
@@ -83,6 +159,7 @@ class RunFolder:
         self.path = path
         self._text = as_toml(spec)
         self._spec = tomllib.loads(self._text)
+        self._spec_digest = digest_of_settings(self._spec)
         self._metrics = MetricsFile(path / METRICS)
         self._held = ExitStack()
         self._held.enter_context(locked(path))
@@ -91,7 +168,7 @@ class RunFolder:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise unusable(path, error) from None
+                raise _unusable(path, error) from None
             raise
 
     def _check(self, resume: bool) -> None:
@@ -118,10 +195,6 @@ class RunFolder:
         metrics = self.path / METRICS
         files = (self.path / SUMMARY, self.path / CHECKPOINT)
         return any(is_there(file) for file in files) or (is_there(metrics) and metrics.lstat().st_size > 0)
-
-    @property
-    def _spec_digest(self) -> str:
-        return digest_of_settings(self._spec)
 
     def _require(self, name: str, fits: bool, problem: str) -> None:
         if not fits:
@@ -226,3 +299,13 @@ class RunFolder:
                 self.fail(str(error), diverged=isinstance(error, DivergedError))
         finally:
             self.close()
+
+
+def __getattr__(name: str) -> Any:
+    """Moved: read_metrics to gradalign.runs.metrics, write_toml to gradalign.runs, read_toml is untrusted.read_table."""
+    if name not in ("read_metrics", "read_toml", "write_toml"):
+        raise AttributeError(name)
+    from gradalign import runs
+    from gradalign.runs import metrics
+
+    return {"read_metrics": metrics.read_metrics, "read_toml": read_table, "write_toml": runs.write_toml}[name]

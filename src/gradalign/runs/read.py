@@ -1,7 +1,4 @@
-"""Finding runs below folders, and each run as its folder tells it: what is whole is returned, what is not is named.
-
-Nothing here trusts a file: sizes are bounded, only regular files are opened, numbers are finite or left out.
-"""
+"""Finding runs below folders, and each run as its folder tells it: what is whole is returned, what is not is named."""
 
 from __future__ import annotations
 
@@ -106,11 +103,11 @@ class Search:
 
     def _look(self, folder: Path, depth: int) -> bool:
         """Collect the runs of one folder; return whether there was anything to say of it."""
-        if len(self._seen) >= _MOST_FOLDERS:  # a link may lead to a whole disk
-            if len(self._seen) == _MOST_FOLDERS:
-                self._seen.add((-1, -1))
-                reason = f"{_MOST_FOLDERS:,} folders were looked at already; name those that hold runs"
-                self.skipped.append(_skip(folder, reason))
+        if len(self._seen) == _MOST_FOLDERS:  # a link may lead to a whole disk
+            reason = f"{_MOST_FOLDERS:,} folders were looked at already; name those that hold runs"
+            self.skipped.append(_skip(folder, reason))
+            self._seen.add((-1, -1))
+        if len(self._seen) > _MOST_FOLDERS:
             return True
         try:
             here = folder.stat()
@@ -293,9 +290,8 @@ def _read_class_counts(path: Path) -> HeldClassCounts | None:
         return None
     if len(counts) * len(names) > _MOST_CELLS or not isinstance(clients, int) or not _is_count(clients):
         return None
-    for row in counts:
-        if not isinstance(row, list) or len(row) != len(names) or not all(map(_is_count, row)):
-            return None
+    if any(not isinstance(row, list) or len(row) != len(names) or not all(map(_is_count, row)) for row in counts):
+        return None
     return HeldClassCounts(counts=counts, names=[shown_text(name)[:40] for name in names], clients=clients)
 
 
