@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradalign.errors import GradalignError, need, shown_text
-from gradalign.runs import COMPARISON, METRICS, SPEC, SWEEP, readable_name
+from gradalign.runs import COMPARISON, METRICS, SPEC, SWEEP
+from gradalign.runs import output_folder as output_folder
+from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
 
 if TYPE_CHECKING:
     from gradalign.recipes.spec import CompareSpec, Section, Spec, SweepSpec, TrackingSpec
@@ -75,7 +77,6 @@ class Recipe:
     def tables_for(self, entry: str) -> dict[str, Any]:
         """Return the tables of one entry of a comparison before they are scaled and checked."""
         from gradalign.recipes.scale import lay_over
-        from gradalign.recipes.spec import merge
 
         settings = self.compare.settings.get(entry, {})
         if not isinstance(settings.get("algorithm", {}), Mapping):
@@ -132,6 +133,53 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Read a recipe file as plain data."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_TABLE + 1)
+    except FileNotFoundError:
+        raise GradalignError(f"there is no recipe {path}") from None
+    except OSError as error:
+        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
+    if len(raw) > LARGEST_TABLE:
+        raise GradalignError(f"cannot read the recipe {path}: it has more than {LARGEST_TABLE:,} bytes")
+    try:
+        return parse_toml(raw)
+    except UnicodeDecodeError as error:
+        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
+    except ValueError as error:
+        raise GradalignError(f"{path} is not valid TOML: {error}") from None
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return base with changes laid over it, table by table."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Turn ``section.key=value`` words into nested tables; values are TOML, bare words are strings."""
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        path = [step.strip() for step in key.split(".")]
+        if not equals or not all(path) or len(path) > 20:
+            raise GradalignError(f'--set takes section.key=value, got "{setting[:200]}"')
+        try:
+            value: Any = parse_toml(f"value = {text}")["value"]
+        except ValueError:
+            value = text.strip()
+        for step in reversed(path):
+            value = {step: value}
+        changes = merge(changes, value)
+    return changes
+
+
 def load_recipe(
     name: str,
     settings: Iterable[str] = (),
@@ -146,7 +194,7 @@ def load_recipe(
     that lies in a run folder may name a task outside this package only with ``trust_task``.
     """
     need("pydantic", "recipes")
-    from gradalign.recipes.spec import CompareSpec, SweepSpec, parse_settings, read_recipe
+    from gradalign.recipes.spec import CompareSpec, SweepSpec
 
     shipped = shipped_recipes()
     path = Path(name)
@@ -173,7 +221,7 @@ def load_recipe(
 
 def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes: dict[str, Any], source: str) -> _Table:
     """Take the table that belongs to one command out of a recipe and its changes, and check it."""
-    from gradalign.recipes.spec import checked, merge
+    from gradalign.recipes.spec import checked
 
     tables = data.pop(name, {}), changes.pop(name, {})
     if not all(isinstance(table, Mapping) for table in tables):
@@ -183,7 +231,7 @@ def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes:
 
 def _take_tracking(data: dict[str, Any], changes: dict[str, Any], source: str) -> TrackingSpec:
     """Take the trackers' settings out of the recipe and of the changes."""
-    from gradalign.recipes.spec import TrackingSpec, checked, merge
+    from gradalign.recipes.spec import TrackingSpec, checked
 
     names = list(TrackingSpec.model_fields)
     asked = {name: data.pop(name) for name in names if name in data}
@@ -197,20 +245,6 @@ def _take_tracking(data: dict[str, Any], changes: dict[str, Any], source: str) -
     if isinstance(wandb, bool):
         asked["wandb"] = {} if wandb else None
     return checked(TrackingSpec, asked, source)
-
-
-def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:
-    """Return where to write: what was asked for, or runs/NAME with a number where that is taken.
-
-    With ``resume`` and no folder named, it is the newest of the numbered ones.
-    """
-    if out is not None:
-        return out
-    name = readable_name(name, "run")
-    base = Path("runs") / name
-    numbered = [base] + [base.with_name(f"{name}-{n}") for n in range(2, 10_000)]
-    taken = next(i for i, path in enumerate(numbered) if not path.exists())
-    return numbered[max(0, taken - 1)] if resume else numbered[taken]
 
 
 # Whose code a recipe may run. A recipe names the function that makes its task, so running one is running code. One that

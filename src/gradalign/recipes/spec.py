@@ -6,14 +6,15 @@ Two runs of one spec give the same numbers, so the spec leaves out what cannot c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from gradalign.errors import GradalignError
-from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
+from gradalign.recipes import merge as merge
+from gradalign.recipes import parse_settings as parse_settings
+from gradalign.recipes import read_recipe as read_recipe
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -23,8 +24,6 @@ Portion = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Seeds = Annotated[int, Field(ge=1, le=10_000)]
 
-
-_LONGEST_PATH = 20
 Value = TypeVar("Value")
 Table = TypeVar("Table", bound=BaseModel)
 Values = Annotated[list[Value], Field(min_length=1)]
@@ -131,7 +130,7 @@ class ClientsSpec(Section):
 
 
 class MeasureSpec(Section):
-    """What is measured and how often; 0 is never, and no number picks a spacing; see ``cadence.py``."""
+    """What is measured and how often; 0 is never, and no number picks a spacing; see ``Measure``."""
 
     test_every: Annotated[int, Field(ge=0)] | None = None
     train_every: Annotated[int, Field(ge=0)] | None = None
@@ -225,7 +224,7 @@ class Spec(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     rounds: Count = 50
     fast: bool = True
-    """Use ways of computing that are faster and the same up to rounding; see ``stacks.py`` and ``cohort``."""
+    """Use ways of computing that are faster and the same up to rounding; see ``gradalign.fast``."""
     precision: Literal["bf16"] | None = None
     """Compute gradients in bfloat16: faster on some processors, never the same; see ``LocalTraining``."""
     task: TaskSpec = TaskSpec()
@@ -288,50 +287,3 @@ def checked(kind: type[Table], data: Any, source: str) -> Table:
 def validate(data: Mapping[str, Any], source: str) -> Spec:
     """Check a plain dictionary and return the spec."""
     return checked(Spec, dict(data), source)
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe file as plain data."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_TABLE + 1)
-    except FileNotFoundError:
-        raise GradalignError(f"there is no recipe {path}") from None
-    except OSError as error:
-        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
-    if len(raw) > LARGEST_TABLE:
-        raise GradalignError(f"cannot read the recipe {path}: it has more than {LARGEST_TABLE:,} bytes")
-    try:
-        return parse_toml(raw)
-    except UnicodeDecodeError as error:
-        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
-    except ValueError as error:
-        raise GradalignError(f"{path} is not valid TOML: {error}") from None
-
-
-def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return base with changes laid over it, table by table."""
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
-    return merged
-
-
-def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """Turn ``section.key=value`` words into nested tables; values are TOML, bare words are strings."""
-    changes: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        path = [step.strip() for step in key.split(".")]
-        if not equals or not all(path) or len(path) > _LONGEST_PATH:
-            raise GradalignError(f'--set takes section.key=value, got "{setting[:200]}"')
-        try:
-            value: Any = parse_toml(f"value = {text}")["value"]
-        except ValueError:
-            value = text.strip()
-        for step in reversed(path):
-            value = {step: value}
-        changes = merge(changes, value)
-    return changes

@@ -55,6 +55,20 @@ def safe_name(text: str) -> str:
     return f"{name}-{hashlib.sha256(text.encode('utf-8', errors='backslashreplace')).hexdigest()[:10]}"
 
 
+def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:
+    """Return where to write: what was asked for, or runs/NAME with a number where that is taken.
+
+    With ``resume`` and no folder named, it is the newest of the numbered ones.
+    """
+    if out is not None:
+        return out
+    name = readable_name(name, "run")
+    base = Path("runs") / name
+    numbered = [base] + [base.with_name(f"{name}-{n}") for n in range(2, 10_000)]
+    taken = next(i for i, path in enumerate(numbered) if not path.exists())
+    return numbered[max(0, taken - 1)] if resume else numbered[taken]
+
+
 CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 """How files of a run folder are opened: no link is followed, no pipe waited for."""
 

@@ -302,7 +302,7 @@ class RunFolder:
 
 
 def __getattr__(name: str) -> Any:
-    """Moved: read_metrics to gradalign.runs.metrics, write_toml to gradalign.runs, read_toml is untrusted.read_table."""
+    """Moved: read_metrics to gradalign.runs.metrics, write_toml to gradalign.runs; read_toml is read_table."""
     if name not in ("read_metrics", "read_toml", "write_toml"):
         raise AttributeError(name)
     from gradalign import runs
