@@ -16,7 +16,9 @@ import torch
 import gradalign as ga
 from conftest import blobs, hear_ctrl_c, vector
 from gradalign.algorithms.plan import combine
+from gradalign.client.exchange import Broadcast
 from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
 from gradalign.server.federation import ServerState, make_federation
@@ -85,10 +87,10 @@ class Slow:
 def test_a_killed_worker_is_replaced_and_the_bits_stay():
     task = blobs()
     slow = ga.Task(model=task.model, clients=[Slow(*client) for client in task.clients], test=task.test)
-    federation = _federation(slow, EVERYTHING)
-    with InProcessEngine(slow, LOCAL, 0) as engine:
+    federation, setup = _federation(slow, EVERYTHING), Setup(task=slow, local=LOCAL, algorithm=EVERYTHING)
+    with InProcessEngine(setup) as engine:
         expected = _play(engine, federation)
-    with PoolEngine(slow, LOCAL, 0, 2) as engine:
+    with PoolEngine(setup, 2) as engine:
         first = engine.worker_pids()
         killed: list[int] = []
 
@@ -113,7 +115,7 @@ def test_a_killed_worker_is_replaced_and_the_bits_stay():
 def test_a_worker_killed_while_idle_is_replaced():
     task = blobs()
     federation = _federation(task, ga.FedAvg())
-    with PoolEngine(task, LOCAL, 0, 2) as engine:
+    with PoolEngine(Setup(task=task, local=LOCAL), 2) as engine:
         expected = _play(engine, federation)
         for pid in engine.worker_pids():
             os.kill(pid, signal.SIGKILL)
@@ -134,7 +136,7 @@ class Deadly:
 def test_a_client_that_always_kills_its_worker_is_named():
     task = ga.Task(model=blobs().model, clients=[Deadly(), Deadly()])
     with (
-        PoolEngine(task, LOCAL, 0, 2) as engine,
+        PoolEngine(Setup(task=task, local=LOCAL), 2) as engine,
         pytest.raises(ga.GradalignError, match=r"client \d ended its worker process 3 times"),
     ):
         _play(engine, _federation(task, ga.FedAvg()))
@@ -161,11 +163,12 @@ def test_errors_in_user_code_name_the_client_and_keep_the_traceback(workers):
 
 def test_workers_end_with_the_engine_and_after_an_error():
     task = blobs()
-    engine = PoolEngine(task, LOCAL, 0, 3)
+    engine = PoolEngine(Setup(task=task, local=LOCAL), 3)
     pids = engine.worker_pids()
     assert len(pids) == 3
-    replies = engine.train(FlatModel(task.make_model(0)).read(), [], round_index=0, lr=0.1)
-    assert list(replies) == []
+    point = FlatModel(task.make_model(0)).read()
+    assert list(engine.train(Broadcast(point=point, round=0, algorithm=combine(ga.FedAvg()), lr=0.1), [])) == []
+    pids += engine.worker_pids()
     engine.close()
     assert wait_until(lambda: not any(alive(pid) for pid in pids))
 
@@ -175,8 +178,9 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from conftest import blobs
 import gradalign as ga
+from gradalign.client.trainer import Setup
 from gradalign.engines.pool import PoolEngine
-engine = PoolEngine(blobs(), ga.LocalTraining(), 0, 2)
+engine = PoolEngine(Setup(task=blobs(), local=ga.LocalTraining()), 2)
 print(*engine.worker_pids(), flush=True)
 time.sleep(60)
 """
@@ -203,15 +207,16 @@ def test_spawned_workers_give_the_same_bits():
     federation = make_federation(
         task, combine(ga.FedGA(beta=0.1)), local, per_round=None, weights="uniform", dropout=0.0, seed=0
     )
-    with InProcessEngine(task, local, 0) as engine:
+    setup = Setup(task=task, local=local)
+    with InProcessEngine(setup) as engine:
         expected = _play(engine, federation, rounds=1)
-    with PoolEngine(task, local, 0, 1, method="spawn") as engine:
+    with PoolEngine(setup, 1, method="spawn") as engine:
         assert torch.equal(_play(engine, federation, rounds=1).point.x, expected.point.x)
 
 
 def test_tasks_that_cannot_be_spawned_say_so():
     with pytest.raises(ga.GradalignError, match="use workers=0"):
-        PoolEngine(blobs(), LOCAL, 0, 1, method="spawn")
+        PoolEngine(Setup(task=blobs(), local=LOCAL), 1, method="spawn")
 
 
 def test_a_hundred_thousand_clients_keep_state_only_for_those_seen():
@@ -225,7 +230,7 @@ def test_a_hundred_thousand_clients_keep_state_only_for_those_seen():
     # Batch norm cannot train on one example; every client here has one.
     task = ga.Task(model=lambda: torch.nn.Linear(8, 4), clients=task.clients)
     federation = _federation(task, ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1), per_round=20)
-    with InProcessEngine(task, LOCAL, 0) as engine:
+    with InProcessEngine(Setup(task=task, local=LOCAL)) as engine:
         state = _play(engine, federation, rounds=3)
     seen = {client for r in range(3) for client in federation.sample(r)}
     assert set(state.kept["scaffold"]) == set(state.kept["feddyn"]) == seen

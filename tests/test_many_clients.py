@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradalign as ga
-from gradalign.client.trainer import shuffled_batches
+from gradalign.algorithms.plan import combine
+from gradalign.client.exchange import Broadcast, Participant
+from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import Setup, shuffled_batches
 from gradalign.fast.batches import plan_batches
 from gradalign.seeding import Purpose, stream_seed, stream_seeds, torch_stream
 from gradalign.tasks import data
@@ -87,7 +90,13 @@ def test_seeds_made_together_are_those_made_one_by_one(seed, keys, last):
 def test_batches_laid_side_by_side_are_the_clients_own(sizes, batch_size, length):
     local, clients = ga.LocalTraining(lr=0.1, batch_size=batch_size, **length), range(60, 60 + len(sizes))
     starts = [int(start) for start in np.cumsum([0, *sizes[:-1]])]
-    found = plan_batches(local, 3, sizes, starts, clients, round_index=2, dtype=torch.float64)
+    setup = Setup(task=ga.Task(model=nn.Linear(4, 3), clients=pairs(1)), local=local, seed=3)
+    point = FlatModel(nn.Linear(4, 3)).read()
+    told, who = (
+        Broadcast(point=point, round=2, algorithm=combine(ga.FedAvg())),
+        [Participant(client=c) for c in clients],
+    )
+    found = plan_batches(setup, told, who, sizes, starts, torch.float64)
     assert found.steps == [local.steps_for(size) for size in sizes]
     for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
         own, seen = shuffled_batches(size, local.batch_for(size), torch_stream(3, Purpose.SHUFFLE, 2, client)), 0

@@ -10,7 +10,8 @@ from torch import nn
 
 import gradalign as ga
 from conftest import blobs, vector
-from gradalign.fast.group import GroupTrainer
+from gradalign.client.trainer import Setup
+from gradalign.fast import Group
 from gradalign.runs.folder import read_metrics
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=4, weight_decay=0.01)
@@ -78,7 +79,7 @@ def same_after_interruptions(tmp_path, task, algorithm, **options) -> torch.Tens
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_cohorts_resume_to_the_same_bits(tmp_path, algorithm, every):
     task = crowd(MODELS["cohorts"])
-    assert GroupTrainer(task, LOCAL, 0, clients_per_round=28).cohort is not None
+    assert Group(Setup(task=task, local=LOCAL, clients_per_round=28)).cohort is not None
     options = {"rounds": 4, "clients_per_round": 28, "local": LOCAL, "weights": "examples"}
     same_after_interruptions(
         tmp_path, task, algorithm, workers=0, measure=ga.Measure(train_every=every, train_clients=30), **options
@@ -93,8 +94,8 @@ def test_cohorts_resume_to_the_same_bits(tmp_path, algorithm, every):
 def test_workers_resume_to_the_same_bits(tmp_path, model, sampled, algorithm):
     """The gradients of large layers are products; they must not depend on where in shared memory they are written."""
     task = crowd(MODELS[model])
-    trainer = GroupTrainer(task, LOCAL, 0, clients_per_round=sampled)
-    assert (trainer.cohort is not None, trainer.lockstep is not None) == (
+    group = Group(Setup(task=task, local=LOCAL, clients_per_round=sampled))
+    assert (group.cohort is not None, group.lockstep is not None) == (
         sampled == 28 and model == "cohorts",
         sampled == 28 and model == "lockstep",
     )

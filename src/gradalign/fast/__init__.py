@@ -139,10 +139,13 @@ class Group:
                     found.append(task.client(client, seed))
             return found
 
+    def alone(self, told: Broadcast) -> bool:
+        """Return whether clients go one by one in all phases of this algorithm."""
+        return self.width(replace(told, one_by_one=False)) == 1
+
     def begin(self, told: Broadcast) -> None:
         """Begin a phase: gradients of another point or phase are forgotten."""
-        alone = self.cohort is None and (self.lockstep is None or not told.algorithm.only_displaces)
-        self.cache.begin(told, alone=alone)
+        self.cache.begin(told, alone=self.alone(told))
 
     def gradients(
         self, told: Broadcast, who: Sequence[Participant], out: Sequence[Tensor] | None = None

@@ -170,8 +170,10 @@ def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
     return [0, *sorted(int(i) + 1 for i in np.atleast_1d(others))]
 
 
-def measured_at(state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine) -> Row:
-    """Measure what is due at this point."""
+def measured_at(
+    state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine
+) -> tuple[Row, dict[int, Any]]:
+    """Measure what is due at this point; the dictionary is empty and goes when nobody asks for it any more."""
     row: Row = dict.fromkeys(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
@@ -185,7 +187,7 @@ def measured_at(state: ServerState, federation: Federation, measure: Measure, ro
     if measure.due(measure.train_every, state.round, rounds):
         row |= _measured_on_clients(state, federation, measure, engine)
     _require_finite(row, state.round)
-    return row
+    return row, {}
 
 
 def _measured_on_clients(state: ServerState, federation: Federation, measure: Measure, engine: Engine) -> Row:
@@ -193,8 +195,12 @@ def _measured_on_clients(state: ServerState, federation: Federation, measure: Me
     algorithm = federation.algorithm_at(state.round)
     told = Broadcast(point=state.point, round=state.round, algorithm=algorithm, one_by_one=True)
     clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
-    gradients, losses, accuracies, weights = [], [], [], []
-    for reply in engine.gradients(told, [Participant(client=c, weight=federation.weight(c)) for c in clients]):
+    who = [Participant(client=client, weight=federation.weight(client)) for client in clients]
+    gradients: list[Tensor] = []
+    losses: list[float] = []
+    accuracies: list[float] = []
+    weights: list[float] = []
+    for reply in engine.gradients(told, who):
         gradients.append(reply.vector.to("cpu", copy=True))
         losses += reply.losses
         accuracies += [accuracy for accuracy in reply.accuracies if accuracy is not None]
