@@ -111,6 +111,14 @@ def run_of_everything(engine: str | None = None) -> ga.Result:
     return ga.run(blobs(), algorithm, rounds=3, clients_per_round=5, local=local, engine=engine, workers=workers)
 
 
+def run_with_silent_clients(engine: str | None = None) -> ga.Result:
+    """Clients that fall silent after their gradient leave some ranks with more to train than others."""
+    workers = 0 if engine == "local" else None
+    local = ga.LocalTraining(lr=0.1, steps=2, batch_size=8)
+    options = {"rounds": 3, "clients_per_round": 8, "dropout": 0.4, "engine": engine, "workers": workers}
+    return ga.run(blobs(clients=9), ga.FedGA(beta=0.1), local=local, measure=ga.Measure(train_every=1), **options)
+
+
 class Counter:
     """Counts the all-reduces that Python code asks for."""
 
@@ -173,6 +181,7 @@ def main(folder: Path) -> None:
         "ends": ends,
         "run": vector(result),
         "test accuracy": result.history["test_accuracy"],
+        "silent": vector(run_with_silent_clients()),
         "skips": skips_together(),
         "unused": unused_somewhere(),
         "complaints": complaints(),

@@ -15,7 +15,7 @@ import gradalign as ga
 from conftest import vector
 from gradalign.cli.app import app
 from gradalign.runs.folder import read_metrics
-from ranks_at_work import SETTINGS, one_process, run_of_everything
+from ranks_at_work import SETTINGS, one_process, run_of_everything, run_with_silent_clients
 
 TESTS = Path(__file__).parent
 SOURCE = Path(ga.__file__).parents[1]  # what is tested here is tested in the ranks, too
@@ -87,6 +87,13 @@ def test_the_runner_gives_every_rank_the_local_engines_bits(reports):
     for report in reports:
         assert torch.equal(report["run"], vector(expected))
         assert report["test accuracy"] == expected.history["test_accuracy"]
+
+
+def test_ranks_with_uneven_shares_of_the_training_give_the_local_engines_bits(reports):
+    expected = run_with_silent_clients("local")
+    assert set(expected.history["reported"]) - {None} != {8}
+    for report in reports:
+        assert torch.equal(report["silent"], vector(expected))
 
 
 TASK = """

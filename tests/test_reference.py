@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import gradalign as ga
-from gradalign.algorithms import LargeBatchGradAlign
 from conftest import vector
+from gradalign.algorithms import LargeBatchGradAlign
 from reference import UNMEASURED, Problem, Settings, play, record
 
 # 6 of 7 clients a round, of which some fall silent; batches of 4 leave rests of 1, 2 and 3.

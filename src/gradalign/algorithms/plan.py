@@ -69,11 +69,6 @@ class Algorithm:
         return 0
 
     @property
-    def extra_vectors(self) -> int:
-        """Gone when nobody asks for it: see ``extra_down`` and ``extra_up``."""
-        return self.extra_down
-
-    @property
     def needs_gradients(self) -> bool:
         """Whether a round begins with the clients sending g_i and receiving ḡ: one more communication."""
         return False
