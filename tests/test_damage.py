@@ -451,7 +451,7 @@ def test_json_for_programs_has_no_bare_control_characters(capsys):
 
 @pytest.mark.parametrize("words", [("a." * 1200 + "b=1",), ("seed=" + "1" * 5000,), ("seed=" + "[" * 5000,)])
 def test_settings_on_the_command_line_get_a_sentence(words):
-    from gradalign.recipes.recipe import load_recipe
+    from gradalign.recipes import load_recipe
 
     with pytest.raises(ga.GradalignError) as caught:
         load_recipe("digits", words).spec()
@@ -460,7 +460,7 @@ def test_settings_on_the_command_line_get_a_sentence(words):
 
 @pytest.mark.parametrize("text", [*ODD_SPECS.values(), "a = 'x"])
 def test_recipes_that_no_reader_can_walk_get_a_sentence(tmp_path, text):
-    from gradalign.recipes.recipe import load_recipe
+    from gradalign.recipes import load_recipe
 
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(ga.GradalignError) as caught:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import gradalign as ga
 from conftest import Quadratics
 from gradalign.algorithms.plan import combine
-from gradalign.recipes.build import build_algorithm, build_local, make_federation
+from gradalign.recipes.build import build_algorithm, build_local
 from gradalign.recipes.spec import validate
-from gradalign.server.describe import describe
+from gradalign.server.federation import describe, make_federation
 
 numbers = st.floats(1e-6, 10.0)
 rounds = st.integers(1, 500)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import gradalign as ga
 from gradalign.compare import plan_comparison
-from gradalign.recipes.recipe import load_recipe, output_folder
-from gradalign.runs import readable_name, safe_name
+from gradalign.recipes import load_recipe
+from gradalign.runs import output_folder, readable_name, safe_name
 
 HOSTILE = ["", ".", "..", "...", "../..", "/", "/etc", "a/b", "a\\b", "\0", "a\0", ".lock", "-rf", "con", "NUL.txt"]
 HOSTILE += [

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import gradalign as ga
 from gradalign.errors import GradalignError
-from gradalign.recipes.recipe import load_recipe, shipped_recipes
+from gradalign.recipes import load_recipe, shipped_recipes
+from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.scale import apply_scale
 from gradalign.recipes.spec import validate
 from test_cli import call
@@ -171,3 +175,43 @@ def test_data_dir_names_the_folder(small_data, monkeypatch):
 def test_an_unknown_full_size_is_refused():
     with pytest.raises(GradalignError, match="full_size"):
         validate({"full_size": {"rounds": 0}}, "r")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dozing(ga.FedAvg):
+    """An algorithm of one's own: its fields are its keys."""
+
+    gamma: float = 0.5
+    depth: int = 1
+    deep: bool = False
+
+
+def test_an_algorithms_fields_are_its_keys():
+    table = {"name": "dozing+fedadam", "gamma": 2, "depth": 3, "deep": True}
+    spec = validate({"algorithm": table, "server": {"lr": 1}}, "r")
+    made = build_algorithm(spec.algorithm, spec.server)
+    assert made.parts == (Dozing(gamma=2.0, depth=3, deep=True),)
+    assert made.server == ga.FedAdam(lr=1.0)
+    for wrong, sentence in (
+        ({"depth": 1.5}, "algorithm.depth: must be a valid integer, got 1.5"),
+        ({"deep": 1}, "algorithm.deep: must be a valid boolean, got 1.0"),
+        ({"gamma": "much"}, "algorithm.gamma: must be a valid number, got 'much'"),
+        ({"beta": 0.1}, r"algorithm.beta is set, but dozing\+fedadam has no such parameter"),
+    ):
+        spec = validate({"algorithm": table | wrong}, "r")
+        with pytest.raises(GradalignError, match=sentence):
+            build_algorithm(spec.algorithm, spec.server)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("algorithm.bta=0.1", 'digits.toml: algorithm.bta is not a known setting; did you mean "beta"?'),
+        ("server.tao=0.1", 'digits.toml: server.tao is not a known setting; did you mean "tau"?'),
+        ("algorithm.parts.fedga.bet=1", 'algorithm.parts.fedga.bet is not a known setting; did you mean "beta"?'),
+        ("algorithm.beta=[1]", "algorithm.beta: must be a number, a word, true, false or a schedule's table, got [1]"),
+    ],
+)
+def test_keys_that_no_algorithm_has(setting, message):
+    with pytest.raises(GradalignError, match=re.escape(message)):
+        load_recipe("digits", [setting]).spec()

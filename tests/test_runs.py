@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 import gradalign as ga
 from conftest import blobs, hear_ctrl_c, vector
-from gradalign.runs.folder import differing_fields, read_metrics
+from gradalign.runs import differing_fields
+from gradalign.runs.metrics import read_metrics
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
 KEEPING = ga.FedGA(beta=0.1) + ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1) + ga.FedYogi(lr=0.05)

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import gradalign as ga
 from conftest import blobs, vector
 from gradalign.cli.app import app
-from gradalign.recipes.recipe import load_recipe
-from gradalign.runs.folder import read_metrics
+from gradalign.recipes import load_recipe
+from gradalign.runs.metrics import read_metrics
 from gradalign.tracking import tagged
 
 SMALL = ("--set", "rounds=3", "--set", "task.clients=5", "--set", "clients.per_round=3", "--workers", "0")
@@ -85,9 +85,15 @@ def assert_same_as_the_metrics(found: dict[str, list[tuple[int, float]]], folder
 
 
 def wandb_records(folder: Path):
-    """Read wandb's file: a header of 7 bytes, then LevelDB's log format with protobuf messages in it."""
+    """Read wandb's file: a header of 7 bytes, then LevelDB's log format with protobuf messages in it.
+
+    wandb's service has all of it in a buffer when ``finish`` returns, and writes it a moment later, or much later on a
+    busy machine; ``teardown`` waits for that.
+    """
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, at, part = path.read_bytes(), 7, b""
     while at + 7 <= len(data):

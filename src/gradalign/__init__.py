@@ -16,10 +16,12 @@ if TYPE_CHECKING:
         FedDyn,
         FedGA,
         FedProx,
+        LargeBatchGradAlign,
         LargeBatchSGD,
         LinearScaling,
         Scaffold,
     )
+    from gradalign.algorithms.plan import Algorithm, ClientView, Plan
     from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.algorithms.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.api import run
@@ -35,32 +37,27 @@ if TYPE_CHECKING:
     from gradalign.tracking.services import TensorBoard, WeightsAndBiases
 
 _HOMES = {
-    "gradalign.algorithms": (
-        "FedAvg",
-        "FedDyn",
-        "FedGA",
-        "FedProx",
-        "LargeBatchSGD",
-        "LinearScaling",
-        "Scaffold",
-    ),
-    "gradalign.errors": ("DivergedError", "GradalignError"),
-    "gradalign.api": ("run",),
-    "gradalign.server.measure": ("Measure",),
-    "gradalign.server.runner": ("Result",),
-    "gradalign.tracking.services": ("TensorBoard", "WeightsAndBiases"),
-    "gradalign.tracking": ("RunInfo", "Tracker"),
-    "gradalign.client": ("LocalTraining",),
-    "gradalign.optim": ("GradAlign",),
-    "gradalign.algorithms.schedule": ("Cosine", "OffUntil", "Steps", "Warmup"),
-    "gradalign.algorithms.rules": ("FedAdagrad", "FedAdam", "FedAvgM", "FedYogi", "ServerRule"),
-    "gradalign.tasks.data": ("PartitionedClients",),
-    "gradalign.tasks.holdout": ("hold_out",),
-    "gradalign.tasks.task": ("Task",),
+    "gradalign.algorithms": "FedAvg FedDyn FedGA FedProx LargeBatchGradAlign LargeBatchSGD LinearScaling Scaffold",
+    "gradalign.algorithms.plan": "Algorithm ClientView Plan",
+    "gradalign.algorithms.rules": "FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
+    "gradalign.algorithms.schedule": "Cosine OffUntil Steps Warmup",
+    "gradalign.api": "run",
+    "gradalign.client": "LocalTraining",
+    "gradalign.errors": "DivergedError GradalignError",
+    "gradalign.optim": "GradAlign",
+    "gradalign.server.measure": "Measure",
+    "gradalign.server.runner": "Result",
+    "gradalign.tasks.data": "PartitionedClients",
+    "gradalign.tasks.holdout": "hold_out",
+    "gradalign.tasks.task": "Task",
+    "gradalign.tracking": "RunInfo Tracker",
+    "gradalign.tracking.services": "TensorBoard WeightsAndBiases",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "Algorithm",
+    "ClientView",
     "Cosine",
     "DivergedError",
     "FedAdagrad",
@@ -73,12 +70,14 @@ __all__ = [
     "FedYogi",
     "GradAlign",
     "GradalignError",
+    "LargeBatchGradAlign",
     "LargeBatchSGD",
     "LinearScaling",
     "LocalTraining",
     "Measure",
     "OffUntil",
     "PartitionedClients",
+    "Plan",
     "Result",
     "RunInfo",
     "Scaffold",

@@ -1,9 +1,13 @@
-"""The errors a user can cause, each with one sentence that says what to do."""
+"""The errors a user can cause, and the checks that raise them: each is one sentence. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 
 def shown_text(text: object) -> str:
@@ -26,15 +30,19 @@ class NotWrittenError(GradalignError):
     """A file could not be written: the disk is full, or closed to us; what was there before is as it was."""
 
 
-class DivergedError(GradalignError):
+class RunEndedError(GradalignError):
+    """A run ended by itself before its last round; its folder says why."""
+
+
+class DivergedError(RunEndedError):
     """A loss, a gradient or an update became NaN or infinite; training cannot go on from there."""
 
 
-class ClientError(GradalignError):
+class ClientError(RunEndedError):
     """The user's own code (model, loss, data) raised while it worked for one client."""
 
 
-class LostRankError(GradalignError):
+class LostRankError(RunEndedError):
     """A rank of a torchrun job ended before the others were done."""
 
 
@@ -42,7 +50,7 @@ class FolderInUseError(GradalignError):
     """Another process is writing to the folder; it may be free in a moment."""
 
 
-class TooFewClientsError(GradalignError):
+class TooFewClientsError(RunEndedError):
     """Fewer clients answered a phase than the federation asks for; the round was not taken."""
 
 
@@ -56,3 +64,67 @@ def no_exit(where: str) -> Iterator[None]:
             f"{where} called sys.exit({'' if stop.code is None else repr(stop.code)}) and would have ended everything; "
             "let it return, or raise an error that says what is wrong"
         ) from stop
+
+
+_NEEDED_FOR = {
+    "runs": "a run folder",
+    "recipes": "a recipe",
+    "cli": "the command line, with its bars,",
+    "plots": "a picture",
+    "report": "the report",
+    "sweep": "a sweep",
+    "flower": "Flower",
+    "tensorboard": "TensorBoard",
+    "wandb": "Weights & Biases",
+}
+
+
+def need(package: str, extra: str) -> Any:
+    """Import a package that an extra of this library brings, or say in one sentence what to install."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        missing = package.partition(".")[0]
+        if (error.name or "").partition(".")[0] != missing:
+            raise
+        what = _NEEDED_FOR.get(extra, "this")
+        raise GradalignError(
+            f"{what} needs the package {missing}; install it with: pip install 'gradalign[{extra}]'"
+        ) from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return a switch that is True or False and nothing that merely counts as such."""
+    if not _is_switch(value):
+        raise GradalignError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _is_switch(value: Any) -> bool:
+    import numpy as np
+
+    return isinstance(value, bool | np.bool_)
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return a whole number (NumPy's and torch's too) inside its range."""
+    upper = "" if most is None else f" and at most {most:,}"
+    try:
+        number = None if _is_switch(value) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        raise GradalignError(f"{name} must be a whole number of at least {least}{upper}, got {value!r}")
+    return number
+
+
+def real(name: str, value: Any, least: float, most: float = math.inf, *, below: bool = False) -> float:
+    """Return a number inside its range; with ``below``, the upper end is not part of it."""
+    import numpy as np
+
+    ends = f"at least {least:g}" if math.isinf(most) else f"in [{least:g}, {most:g}{')' if below else ']'}"
+    plain = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    number = float(value) if plain else math.nan
+    if not (least <= number < most if below else least <= number <= most):
+        raise GradalignError(f"{name} must be a number {ends}, got {value!r}")
+    return number

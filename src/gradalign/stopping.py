@@ -16,7 +16,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
     from typing import NoReturn
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -31,7 +31,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, treated like Ctrl-C: a checkpoint is kept and workers end."""
 
 
-class _State:
+class _now:
     """What is known in this process."""
 
     hint: str | None = None
@@ -40,9 +40,6 @@ class _State:
     asked: int | None = None
     since = 0.0
     caught = False
-
-
-_now = _State()
 
 
 def listen() -> None:
@@ -95,9 +92,8 @@ def _is_delicate(frame: FrameType | None) -> bool:
     if time.monotonic() - _now.since > _LONGEST_IMPORT:
         return False
     while frame is not None:
-        code = frame.f_code
-        file = code.co_filename
-        if code.co_name == "__del__" or file.startswith("<frozen importlib") or file.endswith("weakref.py"):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "__del__" or file.startswith("<frozen importlib") or file.endswith("weakref.py"):
             return True
         frame = frame.f_back
     return False
@@ -122,7 +118,7 @@ class at_stake:
     def __enter__(self) -> None:
         _now.at_stake += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 stop_if_asked()
@@ -136,7 +132,7 @@ class held:
     def __enter__(self) -> None:
         _now.held += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _now.held -= 1
         if error is None:
             stop_if_asked()

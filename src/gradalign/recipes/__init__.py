@@ -1,1 +1,296 @@
-"""Recipes: experiments as TOML files, checked and built. The files that come with the package lie here too."""
+"""Recipes: experiments as TOML files, found, trusted, and with settings laid over them. The shipped ones lie here too.
+
+Imports nothing heavy: what checks and builds a recipe is loaded when one is.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gradalign.errors import GradalignError, need, shown_text
+from gradalign.runs import COMPARISON, METRICS, SPEC, SWEEP
+from gradalign.runs import output_folder as output_folder
+from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
+
+if TYPE_CHECKING:
+    from gradalign.recipes.spec import CompareSpec, Section, Spec, SweepSpec, TrackingSpec
+    from gradalign.tracking import Tracker, Trackers
+
+_Table = TypeVar("_Table", bound="Section")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe as plain data, before an algorithm is chosen.
+
+    Attributes:
+        source: What to call it in messages.
+        data: The file's tables without [compare] and [sweep].
+        compare: The [compare] table.
+        sweep: The [sweep] table.
+        changes: The settings given on the command line, which go over everything.
+        tracking: The ``tensorboard`` and ``wandb`` settings, which change no number and so are not in the spec.
+    """
+
+    source: str
+    data: Mapping[str, Any]
+    compare: CompareSpec
+    sweep: SweepSpec
+    changes: Mapping[str, Any]
+    tracking: TrackingSpec
+
+    def trackers(self) -> Trackers:
+        """Return the trackers that the recipe asks for; one whose package is not installed says so."""
+        from gradalign.tracking import Trackers
+        from gradalign.tracking.services import TensorBoard, WeightsAndBiases
+
+        wanted: list[Tracker] = [TensorBoard()] if self.tracking.tensorboard else []
+        if self.tracking.wandb is not None:
+            wanted.append(WeightsAndBiases(**self.tracking.wandb.model_dump()))
+        return Trackers(wanted)
+
+    def spec(self) -> Spec:
+        """Return the one experiment that ``gradalign run`` runs.
+
+        When the command line chooses another algorithm, the file's parameters of its own one are left behind.
+        """
+        from gradalign.recipes.scale import lay_over
+
+        chosen = self.changes.get("algorithm")
+        name = chosen.get("name") if isinstance(chosen, Mapping) else None
+        data = self.data if name is None else _fitting(self.data, str(name))
+        return _checked(lay_over(data, self.changes), self.source)
+
+    def spec_for(self, entry: str, seed: int) -> Spec:
+        """Return the experiment of one entry of a comparison.
+
+        An entry is an algorithm's name, or any name whose [compare.settings] say which algorithm it is. Of the recipe's
+        own [algorithm] and [server] tables it takes what its algorithm has.
+        """
+        return _checked(self.tables_for(entry), f"{self.source} ({entry})", seed=seed)
+
+    def tables_for(self, entry: str) -> dict[str, Any]:
+        """Return the tables of one entry of a comparison before they are scaled and checked."""
+        from gradalign.recipes.scale import lay_over
+
+        settings = self.compare.settings.get(entry, {})
+        if not isinstance(settings.get("algorithm", {}), Mapping):
+            raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
+        name = merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"]
+        data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
+        data = lay_over(lay_over(data, settings), _fitting(self.changes, name))
+        data["algorithm"]["name"] = name
+        return data
+
+
+def _checked(tables: Mapping[str, Any], source: str, **more: Any) -> Spec:
+    from gradalign.recipes.build import require_known_keys
+    from gradalign.recipes.scale import apply_scale
+    from gradalign.recipes.spec import validate
+
+    spec = validate(apply_scale(tables, source) | more, source)
+    require_known_keys(spec, source)
+    return spec
+
+
+def unused_changes(recipe: Recipe, entries: Iterable[str]) -> list[str]:
+    """Return the command line's [algorithm] and [server] settings that none of the entries can use."""
+    unused = []
+    for table in ("algorithm", "server"):
+        given = recipe.changes.get(table, {})
+        used: set[str] = {"name"}
+        for entry in entries:
+            used |= set(_fitting({table: given}, recipe.spec_for(entry, 0).algorithm.name)[table])
+        unused += [f"{table}.{key}" for key in given if key not in used]
+    return unused
+
+
+def _fitting(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Leave out the known [algorithm] and [server] keys that the named algorithm does not have."""
+    from gradalign.recipes.build import algorithm_names, unfit_keys
+
+    unfit = unfit_keys(str(name))
+    algorithm = data.get("algorithm")
+    parts = algorithm.get("parts") if isinstance(algorithm, Mapping) else None
+    if not isinstance(parts, Mapping) or not set(parts) <= set(algorithm_names(str(name))):
+        unfit["algorithm"].add("parts")  # tables for algorithms that are not among these
+    return {
+        table: {key: value for key, value in content.items() if key not in unfit[table]}
+        if table in unfit and isinstance(content, Mapping)
+        else content
+        for table, content in data.items()
+    }
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return the recipes that come with the package, by name."""
+    folder = Path(str(files("gradalign") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Read a recipe file as plain data."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_TABLE + 1)
+    except FileNotFoundError:
+        raise GradalignError(f"there is no recipe {path}") from None
+    except OSError as error:
+        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
+    if len(raw) > LARGEST_TABLE:
+        raise GradalignError(f"cannot read the recipe {path}: it has more than {LARGEST_TABLE:,} bytes")
+    try:
+        return parse_toml(raw)
+    except UnicodeDecodeError as error:
+        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
+    except ValueError as error:
+        raise GradalignError(f"{path} is not valid TOML: {error}") from None
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return base with changes laid over it, table by table."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Turn ``section.key=value`` words into nested tables; values are TOML, bare words are strings."""
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        path = [step.strip() for step in key.split(".")]
+        if not equals or not all(path) or len(path) > 20:
+            raise GradalignError(f'--set takes section.key=value, got "{setting[:200]}"')
+        try:
+            value: Any = parse_toml(f"value = {text}")["value"]
+        except ValueError:
+            value = text.strip()
+        for step in reversed(path):
+            value = {step: value}
+        changes = merge(changes, value)
+    return changes
+
+
+def load_recipe(
+    name: str,
+    settings: Iterable[str] = (),
+    seed: int | None = None,
+    task: str | None = None,
+    *,
+    trust_task: bool = False,
+) -> Recipe:
+    """Read a recipe by file or by shipped name, with settings laid over it.
+
+    Another ``task`` takes the place of the recipe's own, whose settings and paper's numbers would not fit it. A recipe
+    that lies in a run folder may name a task outside this package only with ``trust_task``.
+    """
+    need("pydantic", "recipes")
+    from gradalign.recipes.spec import CompareSpec, SweepSpec
+
+    shipped = shipped_recipes()
+    path = Path(name)
+    if not path.is_file() and name in shipped:
+        path = shipped[name]
+    elif path.is_dir():
+        raise GradalignError(f"{path} is a folder, not a recipe file")
+    elif not path.is_file():
+        raise GradalignError(f'there is no recipe file "{name}"; shipped recipes are: {", ".join(shipped)}')
+    data = dict(read_recipe(path))
+    if task is not None:
+        data |= {"task": {"name": task}, "paper": None, "name": task}
+    changes = parse_settings(settings)
+    if seed is not None:
+        changes["seed"] = seed
+    if not trust_task:
+        require_trust(path, data, changes, task)
+    compare = _command_table(CompareSpec, "compare", data, changes, path.name)
+    sweep = _command_table(SweepSpec, "sweep", data, changes, path.name)
+    data.setdefault("name", path.stem)
+    tracking = _take_tracking(data, changes, path.name)
+    return Recipe(source=path.name, data=data, compare=compare, sweep=sweep, changes=changes, tracking=tracking)
+
+
+def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes: dict[str, Any], source: str) -> _Table:
+    """Take the table that belongs to one command out of a recipe and its changes, and check it."""
+    from gradalign.recipes.spec import checked
+
+    tables = data.pop(name, {}), changes.pop(name, {})
+    if not all(isinstance(table, Mapping) for table in tables):
+        raise GradalignError(f"{source}: {name}: must be a table of settings")
+    return checked(kind, merge(*tables), f"{source}: {name}")
+
+
+def _take_tracking(data: dict[str, Any], changes: dict[str, Any], source: str) -> TrackingSpec:
+    """Take the trackers' settings out of the recipe and of the changes."""
+    from gradalign.recipes.spec import TrackingSpec, checked
+
+    names = list(TrackingSpec.model_fields)
+    asked = {name: data.pop(name) for name in names if name in data}
+    for name in [name for name in names if name in changes]:
+        change = changes.pop(name)
+        if not (change is True and isinstance(asked.get(name), Mapping)):  # "on" keeps the recipe's own table
+            asked = merge(asked, {name: change})
+    wandb = asked.get("wandb")
+    if not isinstance(wandb, bool | Mapping | None):
+        raise GradalignError(f"{source}: wandb must be true, false or a table of settings, got {wandb!r}")
+    if isinstance(wandb, bool):
+        asked["wandb"] = {} if wandb else None
+    return checked(TrackingSpec, asked, source)
+
+
+# Whose code a recipe may run. A recipe names the function that makes its task, so running one is running code. One that
+# lies in a run folder was written by a run, perhaps somebody else's: its task, when it is not one of this package's, is
+# imported only when the user vouches for it.
+
+
+def is_outside(task: object) -> bool:
+    """Return whether a task's name is a function to import, not one of this package's tasks."""
+    return ":" in str(task)
+
+
+def task_name(table: Mapping[str, Any]) -> object:
+    """Return the name of a recipe's task, whatever it is; None when there is none."""
+    task = table.get("task")
+    return task.get("name") if isinstance(task, Mapping) else None
+
+
+def lies_in_run_folder(recipe: Path) -> bool:
+    """Return whether a file is in, or below, a folder that a run, a comparison or a sweep has written."""
+    for path in (recipe.absolute(), recipe.resolve()):
+        if path.name == SPEC:
+            return True
+        for folder in path.parents:
+            if any((folder / name).exists() for name in (SPEC, METRICS, COMPARISON, SWEEP)):
+                return True
+    return False
+
+
+def require_trust(recipe: Path, data: Mapping[str, Any], changes: Mapping[str, Any], given: str | None) -> None:
+    """Refuse a recipe from a run folder that names code outside this package, unless the user gave that name."""
+    if task_name(changes) is not None or not lies_in_run_folder(recipe):
+        return
+    for name in _named(data):
+        if is_outside(name) and name != given:
+            shown = shown_text(name)
+            raise GradalignError(
+                f'{shown_text(recipe)} lies in a run folder, and its task "{shown}" is code from outside gradalign: '
+                f"if you know and trust it, add --trust-task, or name the task yourself: --task {shlex.quote(shown)}"
+            )
+
+
+def _named(data: Mapping[str, Any]) -> Iterator[object]:
+    yield task_name(data)
+    compare = data.get("compare")
+    settings = compare.get("settings") if isinstance(compare, Mapping) else None
+    for own in settings.values() if isinstance(settings, Mapping) else ():
+        if isinstance(own, Mapping):
+            yield task_name(own)

@@ -1,25 +1,23 @@
-"""From a spec to the objects it describes."""
+"""From a spec to the objects it describes; tasks and algorithms by name."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from gradalign import algorithms
-from gradalign.algorithms import rules as server
+from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination, combine
-from gradalign.algorithms.rules import ServerRule
+from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
 from gradalign.algorithms.schedule import Cosine, OffUntil, Schedule, Steps, Warmup
-from gradalign.checks import flag, real, whole
 from gradalign.client import LocalTraining
 from gradalign.errors import ClientError, GradalignError, no_exit
-from gradalign.recipes.spec import AlgorithmSpec, LocalSpec, PartSpec, ScheduleSpec, ServerSpec, Spec
-from gradalign.server.federation import Federation
+from gradalign.server.federation import Federation, make_federation, single_step
 from gradalign.tasks.cifar import cifar10, cifar100
 from gradalign.tasks.digits import digits
 from gradalign.tasks.emnist import emnist
@@ -27,32 +25,15 @@ from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.shakespeare import shakespeare
 from gradalign.tasks.task import Task
 
+if TYPE_CHECKING:
+    from gradalign.recipes.spec import AlgorithmSpec, LocalSpec, ServerSpec, Settings, Spec
+
 TASKS: dict[str, Callable[..., Task]] = {
     make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)
 }
-
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        algorithms.FedAvg,
-        algorithms.FedProx,
-        algorithms.Scaffold,
-        algorithms.FedGA,
-        algorithms.GradAlign,
-        algorithms.LargeBatchSGD,
-        algorithms.LinearScaling,
-        algorithms.FedDyn,
-    )
-}
-SERVER_RULES: dict[str, type[ServerRule]] = {
-    kind.label: kind for kind in (server.FedAvgM, server.FedAdagrad, server.FedAdam, server.FedYogi)
-}
-SCHEDULES: dict[str, type[Schedule]] = {
-    "steps": Steps,
-    "warmup": Warmup,
-    "off-until": OffUntil,
-    "cosine": Cosine,
-}
+ALGORITHMS: dict[str, type[Algorithm]] = known_algorithms()
+SERVER_RULES: dict[str, type[ServerRule]] = {kind.label: kind for kind in (FedAvgM, FedAdagrad, FedAdam, FedYogi)}
+SCHEDULES: dict[str, type[Schedule]] = {"steps": Steps, "warmup": Warmup, "off-until": OffUntil, "cosine": Cosine}
 
 
 def _plain(name: str) -> str:
@@ -62,21 +43,63 @@ def _plain(name: str) -> str:
 def algorithm_names(name: str) -> list[str]:
     """Split ``fedga+fedadam`` into known names, or say which one is not known."""
     names = [_plain(part) for part in name.split("+")]
+    known = [*known_algorithms(), *SERVER_RULES]
     for part in names:
-        if part not in ALGORITHMS and part not in SERVER_RULES:
-            known = ", ".join([*ALGORITHMS, *SERVER_RULES])
-            raise GradalignError(f'algorithm.name: "{part}" is not an algorithm; known are {known}, joined by "+"')
+        if part not in known:
+            raise GradalignError(
+                f'algorithm.name: "{part}" is not an algorithm; known are {", ".join(known)}, joined by "+"'
+            )
     return names
+
+
+def _parts(name: str) -> dict[str, type[Algorithm]]:
+    """Return the algorithms that a name joins, without the server's rule."""
+    known = known_algorithms()
+    return {part: known[part] for part in algorithm_names(name) if part in known}
+
+
+def _rule(name: str) -> type[ServerRule]:
+    rules = [SERVER_RULES[part] for part in algorithm_names(name) if part in SERVER_RULES]
+    if len(rules) > 1:
+        raise GradalignError(f"algorithm.name: {name} names more than one server rule")
+    return rules[0] if rules else ServerRule
+
+
+def _keys(*kinds: type[Algorithm] | type[ServerRule]) -> set[str]:
+    return {field.name for kind in kinds for field in fields(kind)}
 
 
 def accepted_parameters(name: str) -> set[str]:
     """Return the keys of the [algorithm] table that this algorithm, or combination, has."""
-    kinds = [ALGORITHMS[part] for part in algorithm_names(name) if part in ALGORITHMS]
-    return {field.name for kind in kinds for field in fields(kind)}
+    return _keys(*_parts(name).values())
 
 
-def build_schedule(setting: float | ScheduleSpec, where: str) -> float | Schedule:
-    """Return the number or the schedule that a setting describes."""
+def unfit_keys(name: str) -> dict[str, set[str]]:
+    """Return the keys of the [algorithm] and [server] tables that other algorithms have, but not this one."""
+    others = {"algorithm": _keys(*known_algorithms().values()), "server": _keys(*SERVER_RULES.values())}
+    return {
+        "algorithm": others["algorithm"] - accepted_parameters(name) - {"name", "parts"},
+        "server": others["server"] - _keys(_rule(name)),
+    }
+
+
+def require_known_keys(spec: Spec, source: str) -> None:
+    """Refuse keys of the [algorithm] and [server] tables that no algorithm and no rule has."""
+    algorithms, rules = _keys(*known_algorithms().values()), _keys(*SERVER_RULES.values())
+    tables: list[tuple[str, Settings, set[str]]] = [("server", spec.server, rules)]
+    tables.append(("algorithm", spec.algorithm, algorithms | {"name", "parts"}))
+    tables += [(f"algorithm.parts.{name}", part, algorithms) for name, part in (spec.algorithm.parts or {}).items()]
+    for where, table, known in tables:
+        for key in sorted(set(table.given()) - known):
+            close = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f'did you mean "{close[0]}"?' if close else f"known here: {', '.join(sorted(known))}"
+            raise GradalignError(f"{source}: {where}.{key} is not a known setting; {hint}")
+
+
+def build_schedule(setting: Any, where: str) -> Any:
+    """Return the schedule that a setting describes; anything else as it is."""
+    from gradalign.recipes.spec import ScheduleSpec
+
     if not isinstance(setting, ScheduleSpec):
         return setting
     given = setting.model_dump(exclude_none=True)
@@ -103,48 +126,62 @@ def build_schedule(setting: float | ScheduleSpec, where: str) -> float | Schedul
 
 def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
     """Compose the algorithm that the [algorithm] and [server] tables describe."""
-    names = algorithm_names(spec.name)
+    kinds = _parts(spec.name)
     own_tables = {_plain(name): table for name, table in (spec.parts or {}).items()}
-    strangers = sorted(set(own_tables) - (set(names) & set(ALGORITHMS)))
+    strangers = sorted(set(own_tables) - set(kinds))
     if strangers:
         raise GradalignError(f"algorithm.parts.{strangers[0]} is set, but {spec.name} has no such part; remove it")
-    given = _parameters(spec, "algorithm", accepted_parameters(spec.name), spec.name)
+    given = _parameters(spec, "algorithm", _keys(*kinds.values()), spec.name)
     parts: list[Algorithm | ServerRule] = []
-    for name, kind in ((name, ALGORITHMS[name]) for name in names if name in ALGORITHMS):
-        known = {field.name for field in fields(kind)}
+    for name, kind in kinds.items():
+        known = _keys(kind)
         own = {key: value for key, value in given.items() if key in known}
         if name in own_tables:
             own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, name)
-        if "beta" in {field.name for field in fields(kind)} and "beta" not in own:
+        if "beta" in known and "beta" not in own:
             raise GradalignError(f"algorithm.beta is needed for {spec.name}: the strength of the alignment, e.g. 0.1")
-        parts.append(kind(**own))
-    rules = [name for name in names if name in SERVER_RULES]
-    if len(rules) > 1:
-        raise GradalignError(f"algorithm.name: {spec.name} names more than one server rule")
-    return combine(*parts, _build_rule(rules[0] if rules else None, rule))
+        parts.append(_made(kind, own, "algorithm"))
+    return combine(*parts, _build_rule(_rule(spec.name), rule))
 
 
-def _parameters(spec: PartSpec, where: str, known: set[str], name: str) -> dict[str, Any]:
+def _parameters(table: Settings, where: str, known: set[str], name: str) -> dict[str, Any]:
     """Return the values that a table sets, all of which the algorithm must have."""
-    given = {key: getattr(spec, key) for key in PartSpec.model_fields if getattr(spec, key) is not None}
+    given = table.given()
     unused = set(given) - known
     if unused:
         raise GradalignError(f"{where}.{min(unused)} is set, but {name} has no such parameter; remove it")
-    if "beta" in given:
-        given["beta"] = build_schedule(given["beta"], f"{where}.beta")
-    return given
+    return {key: build_schedule(value, f"{where}.{key}") for key, value in given.items()}
 
 
-def _build_rule(name: str | None, spec: ServerSpec) -> ServerRule:
-    kind = SERVER_RULES[name] if name else ServerRule
-    given = spec.model_dump(exclude_none=True)
-    known = {field.name for field in fields(kind)}
+def _build_rule(kind: type[ServerRule], spec: ServerSpec) -> ServerRule:
+    given, known = spec.given(), _keys(kind)
     unused = set(given) - known
     if unused:
         raise GradalignError(
             f"server.{min(unused)} is set, but the server rule {kind.label} has only {', '.join(sorted(known))}"
         )
-    return kind(**given)
+    return _made(kind, given, "server")
+
+
+Made = TypeVar("Made", bound=Algorithm | ServerRule)
+
+
+def _made(kind: type[Made], given: Mapping[str, Any], where: str) -> Made:
+    """Make an algorithm or a rule; values must be of their fields' types, ranges are the class's own to check."""
+    hints = get_type_hints(kind)
+    return kind(**{key: _typed(value, hints[key], f"{where}.{key}") for key, value in given.items()})
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    if hint is int and isinstance(value, float) and value.is_integer():  # tables have one kind of numbers
+        return int(value)
+    try:
+        return TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].replace("Input should", "must", 1)
+        raise GradalignError(f"{where}: {problem}, got {value!r}") from None
 
 
 def build_local(spec: LocalSpec, algorithm: Combination) -> LocalTraining:
@@ -154,18 +191,6 @@ def build_local(spec: LocalSpec, algorithm: Combination) -> LocalTraining:
     if spec.batch_size == "whole":
         given["batch_size"] = None
     return single_step(LocalTraining(**given), algorithm)
-
-
-def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
-    """Hold the algorithms that are defined for one step a round to it."""
-    if not algorithm.one_step:
-        return local
-    if local.epochs is not None or local.steps not in (None, 1):
-        given = f"local.epochs = {local.epochs}" if local.epochs else f"local.steps = {local.steps}"
-        raise GradalignError(
-            f"{algorithm.label} takes one local step a round, got {given}; set local.steps = 1, or use fedga or fedavg"
-        )
-    return LocalTraining(**{field.name: getattr(local, field.name) for field in fields(local)} | {"steps": 1})
 
 
 def _user_function(name: str) -> Callable[..., Any]:
@@ -250,39 +275,4 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
         seed=spec.seed,
         fast=spec.fast,
         rounds=spec.rounds,
-    )
-
-
-def make_federation(
-    task: Task,
-    algorithm: Combination,
-    local: LocalTraining,
-    *,
-    per_round: int | None,
-    weights: str,
-    dropout: float,
-    seed: int,
-    fast: bool = True,
-    min_fraction: float = 0.0,
-    rounds: int | None = None,
-) -> Federation:
-    """Check what only the task can tell, and return the federation."""
-    total = len(task.clients)
-    if per_round is not None and whole("clients.per_round", per_round, 1) > total:
-        raise GradalignError(f"clients.per_round is {per_round}, but the task {task.name} has {total} clients")
-    if weights not in ("uniform", "examples"):
-        raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
-    dropout = real("clients.dropout", dropout, 0.0, 1.0, below=True)
-    min_fraction = real("clients.min_fraction", min_fraction, 0.0, 1.0)
-    return Federation(
-        task=task,
-        algorithm=algorithm,
-        local=single_step(local, algorithm),
-        per_round=total if per_round is None else int(per_round),
-        by_examples=weights == "examples",
-        dropout=dropout,
-        seed=seed,
-        fast=flag("fast", fast),
-        min_fraction=min_fraction,
-        rounds=rounds,
     )

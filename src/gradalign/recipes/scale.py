@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, Literal
 
 from gradalign.errors import GradalignError
-from gradalign.recipes.spec import FullSizeSpec, ScaleSpec, Spec, explain, merge
+from gradalign.recipes import merge
+from gradalign.recipes.spec import FullSizeSpec, Portion, Section, Spec, checked
+
+
+class ScaleSpec(Section):
+    """How far a recipe is scaled down: shares of the rounds, the clients and each client's examples."""
+
+    all: Portion = 1.0
+    rounds: Portion | None = None
+    clients: Portion | None = None
+    data: Portion | None = None
+
+    def of(self, what: Literal["rounds", "clients", "data"]) -> float:
+        """Return the share of one thing: its own, or that of all."""
+        own: float | None = getattr(self, what)
+        return self.all if own is None else own
 
 
 def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -40,7 +53,9 @@ def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
         # Alignment is between clients: a round with one of them would have none.
         changes["clients"] = {"per_round": max(min(2, per_round), round(scale.of("clients") * per_round))}
         changes["full_size"]["per_round"] = per_round
-    changes |= _smaller_batches(plain, scale.of("data")) | _denser_measuring(plain, scale.of("rounds"))
+    # A step still sees the same share of a client, and curves keep their points.
+    changes |= _shrink(plain, "local", ("batch_size", "gradient_examples"), scale.of("data"))
+    changes |= _shrink(plain, "measure", ("test_every", "train_every"), scale.of("rounds"))
     changes["task"] = {key: share for key, share in changes["task"].items() if share < 1.0}
     return lay_over(plain, changes)
 
@@ -121,16 +136,6 @@ def _stretched(schedule: Mapping[str, Any], factor: Fraction, rounds: int) -> di
     return stretched
 
 
-def _smaller_batches(data: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """Shrink batches with the clients, so that a step still sees the same share of a client."""
-    return _shrink(data, "local", ("batch_size", "gradient_examples"), share)
-
-
-def _denser_measuring(data: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """Measure more often in fewer rounds, so that curves keep their points."""
-    return _shrink(data, "measure", ("test_every", "train_every"), share)
-
-
 def _shrink(data: Mapping[str, Any], table: str, keys: tuple[str, ...], share: float) -> dict[str, Any]:
     given = data.get(table)
     if share == 1.0 or not isinstance(given, Mapping):
@@ -144,14 +149,11 @@ def read_scale(given: Any, source: str) -> ScaleSpec | None:
     if given is None:
         return None
     table = given if isinstance(given, Mapping) else {"all": given}
+    shares = {key: float(share) if type(share) is int else share for key, share in table.items()}
     try:
-        return ScaleSpec.model_validate({k: float(v) if type(v) is int else v for k, v in table.items()})
-    except ValidationError as error:
-        raise _named(explain(error, f"{source}: scale")) from None
-
-
-def _named(error: GradalignError) -> GradalignError:
-    return GradalignError(str(error).replace(": scale: all:", ": scale:"))
+        return checked(ScaleSpec, shares, f"{source}: scale")
+    except GradalignError as error:
+        raise GradalignError(str(error).replace(": scale: all:", ": scale:")) from None
 
 
 def describe_scale(full: FullSizeSpec, spec: Spec) -> str:

@@ -6,14 +6,15 @@ Two runs of one spec give the same numbers, so the spec leaves out what cannot c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from gradalign.errors import GradalignError
-from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
+from gradalign.recipes import merge as merge
+from gradalign.recipes import parse_settings as parse_settings
+from gradalign.recipes import read_recipe as read_recipe
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -23,9 +24,8 @@ Portion = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Seeds = Annotated[int, Field(ge=1, le=10_000)]
 
-
-_LONGEST_PATH = 20
 Value = TypeVar("Value")
+Table = TypeVar("Table", bound=BaseModel)
 Values = Annotated[list[Value], Field(min_length=1)]
 Curve = Literal["test_accuracy", "test_loss", "train_accuracy", "train_loss", "r", "drift", "cosine"]
 
@@ -53,42 +53,61 @@ class ScheduleSpec(Section):
     at_shares: dict[str, NotNegative] | None = None
 
 
-class PartSpec(Section):
-    """The parameters of one algorithm; each has some of them."""
-
-    beta: NotNegative | ScheduleSpec | None = None
-    form: Literal["start", "step"] | None = None
-    mu: NotNegative | None = None
-    control: Literal["fresh", "kept"] | None = None
-    alpha: Positive | None = None
-    aligned: bool | None = None
+Rate = Annotated[
+    Annotated[ScheduleSpec, Tag("ScheduleSpec")] | Annotated[Positive, Tag("float")],
+    Discriminator(lambda value: "ScheduleSpec" if isinstance(value, Mapping | ScheduleSpec) else "float"),
+]
 
 
-class AlgorithmSpec(PartSpec):
+def _form(value: Any) -> str | None:
+    """Return which form the setting of an algorithm has."""
+    if isinstance(value, Mapping | ScheduleSpec):
+        return "ScheduleSpec"
+    if isinstance(value, bool | str):
+        return type(value).__name__
+    return "float" if isinstance(value, int | float) else None
+
+
+_WRONG_FORM = "Input should be a number, a word, true, false or a schedule's table"
+Setting = Annotated[
+    Annotated[ScheduleSpec, Tag("ScheduleSpec")]
+    | Annotated[bool, Tag("bool")]
+    | Annotated[Finite, Tag("float")]
+    | Annotated[str, Tag("str")],
+    Discriminator(_form, custom_error_type="setting", custom_error_message=_WRONG_FORM),
+]
+"""A parameter of an algorithm or of a server's rule. Whose it is, and what it may be, their classes say when built."""
+
+
+class Settings(BaseModel):
+    """A table whose further keys are the fields of an algorithm, or of a server's rule."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    __pydantic_extra__: dict[str, Setting]
+
+    def given(self) -> dict[str, float | str | ScheduleSpec]:
+        """Return the further keys."""
+        return dict(self.__pydantic_extra__)
+
+
+class AlgorithmSpec(Settings):
     """Which algorithm; names join with ``+``. Each key belongs to the algorithms that have it.
 
     Where two of them share a key, ``[algorithm.parts.NAME]`` has the values of one.
     """
 
     name: str = "fedga"
-    parts: dict[str, PartSpec] | None = None
+    parts: dict[str, Settings] | None = None
 
 
-class ServerSpec(Section):
+class ServerSpec(Settings):
     """Parameters of the server's rule; the rule itself is part of the algorithm's name (fedavgm, fedadam, …)."""
-
-    lr: Positive | None = None
-    momentum: Share | None = None
-    nesterov: bool | None = None
-    beta1: Share | None = None
-    beta2: Share | None = None
-    tau: Positive | None = None
 
 
 class LocalSpec(Section):
     """How a client trains in one round; see ``LocalTraining``."""
 
-    lr: Positive | ScheduleSpec = 0.1
+    lr: Rate = 0.1
     steps: Count | None = None
     epochs: Count | None = None
     batch_size: Count | Literal["whole"] | None = None
@@ -111,7 +130,7 @@ class ClientsSpec(Section):
 
 
 class MeasureSpec(Section):
-    """What is measured and how often; 0 is never, and no number picks a spacing; see ``cadence.py``."""
+    """What is measured and how often; 0 is never, and no number picks a spacing; see ``Measure``."""
 
     test_every: Annotated[int, Field(ge=0)] | None = None
     train_every: Annotated[int, Field(ge=0)] | None = None
@@ -140,20 +159,6 @@ class PaperSpec(Section):
     source: str
     claim: str | None = None
     test_accuracy: dict[str, Finite | Annotated[list[Finite], Field(min_length=2, max_length=2)]] = {}
-
-
-class ScaleSpec(Section):
-    """How far a recipe is scaled down: shares of the rounds, the clients and each client's examples."""
-
-    all: Portion = 1.0
-    rounds: Portion | None = None
-    clients: Portion | None = None
-    data: Portion | None = None
-
-    def of(self, what: Literal["rounds", "clients", "data"]) -> float:
-        """Return the share of one thing: its own, or that of all."""
-        own: float | None = getattr(self, what)
-        return self.all if own is None else own
 
 
 class FullSizeSpec(Section):
@@ -194,6 +199,24 @@ class SweepSpec(Section):
     seeds: Seeds | None = None
 
 
+class WandbSpec(Section):
+    """Where Weights & Biases keeps a run."""
+
+    project: str = "gradalign"
+    mode: Literal["online", "offline", "disabled"] | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = Field(default_factory=list)
+
+
+class TrackingSpec(Section):
+    """Who is told of a run while it runs: part of a recipe, but not of the spec, since it changes no number."""
+
+    tensorboard: bool = False
+    wandb: WandbSpec | None = None
+    """``true`` in a recipe is an empty table, ``false`` is none."""
+
+
 class Spec(Section):
     """One experiment."""
 
@@ -201,7 +224,7 @@ class Spec(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     rounds: Count = 50
     fast: bool = True
-    """Use ways of computing that are faster and the same up to rounding; see ``stacks.py`` and ``cohort``."""
+    """Use ways of computing that are faster and the same up to rounding; see ``gradalign.fast``."""
     precision: Literal["bf16"] | None = None
     """Compute gradients in bfloat16: faster on some processors, never the same; see ``LocalTraining``."""
     task: TaskSpec = TaskSpec()
@@ -219,7 +242,7 @@ class Spec(Section):
 
 
 # What pydantic adds to the place of a problem where a setting may have one of several forms.
-_BRANCHES = ("float", "constrained-float", "constrained-int", "literal['whole']", "ScheduleSpec")
+_BRANCHES = ("ScheduleSpec", "bool", "float", "str", "constrained-int", "literal['whole']")
 
 
 def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
@@ -235,7 +258,7 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
 
 def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:
     """Turn pydantic's report into one sentence: where, what is allowed, what was given."""
-    problems = [problem for problem in error.errors() if not _is_other_branch(problem)] or error.errors()
+    problems = error.errors()
     first = problems[0]
     location = tuple(step for step in first["loc"] if step not in _BRANCHES)
     where = ".".join(str(step) for step in location)
@@ -253,64 +276,14 @@ def explain(error: ValidationError, source: str, root: type[BaseModel] | None = 
     return GradalignError(f"{source}: {text}" + (f" (and {more} more)" if more > 0 else ""))
 
 
-def _is_other_branch(problem: Any) -> bool:
-    """Whether this problem only says that a number is not a schedule table, or a table not a number."""
-    is_table = isinstance(problem["input"], Mapping)
-    return ("ScheduleSpec" in problem["loc"] and problem["type"] == "model_type") or (
-        problem["loc"][-1] in ("float", "constrained-float") and is_table
-    )
+def checked(kind: type[Table], data: Any, source: str) -> Table:
+    """Check a table of plain values, or say in one sentence what is wrong with it."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, source, kind) from None
 
 
 def validate(data: Mapping[str, Any], source: str) -> Spec:
     """Check a plain dictionary and return the spec."""
-    try:
-        return Spec.model_validate(dict(data))
-    except ValidationError as error:
-        raise explain(error, source) from None
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe file as plain data."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST_TABLE + 1)
-    except FileNotFoundError:
-        raise GradalignError(f"there is no recipe {path}") from None
-    except OSError as error:
-        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
-    if len(raw) > LARGEST_TABLE:
-        raise GradalignError(f"cannot read the recipe {path}: it has more than {LARGEST_TABLE:,} bytes")
-    try:
-        return parse_toml(raw)
-    except UnicodeDecodeError as error:
-        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
-    except ValueError as error:
-        raise GradalignError(f"{path} is not valid TOML: {error}") from None
-
-
-def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return base with changes laid over it, table by table."""
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
-    return merged
-
-
-def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
-    """Turn ``section.key=value`` words into nested tables; values are TOML, bare words are strings."""
-    changes: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        path = [step.strip() for step in key.split(".")]
-        if not equals or not all(path) or len(path) > _LONGEST_PATH:
-            raise GradalignError(f'--set takes section.key=value, got "{setting[:200]}"')
-        try:
-            value: Any = parse_toml(f"value = {text}")["value"]
-        except ValueError:
-            value = text.strip()
-        for step in reversed(path):
-            value = {step: value}
-        changes = merge(changes, value)
-    return changes
+    return checked(Spec, dict(data), source)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from gradalign.errors import NotWrittenError
+from gradalign.errors import NotWrittenError, need, shown_text
 
 SPEC, METRICS, CHECKPOINT, SUMMARY = "spec.toml", "metrics.jsonl", "checkpoint.safetensors", "summary.json"
 MODEL, LOCK = "model.safetensors", ".lock"
@@ -53,11 +55,25 @@ def safe_name(text: str) -> str:
     return f"{name}-{hashlib.sha256(text.encode('utf-8', errors='backslashreplace')).hexdigest()[:10]}"
 
 
+def output_folder(out: Path | None, name: str, *, resume: bool) -> Path:
+    """Return where to write: what was asked for, or runs/NAME with a number where that is taken.
+
+    With ``resume`` and no folder named, it is the newest of the numbered ones.
+    """
+    if out is not None:
+        return out
+    name = readable_name(name, "run")
+    base = Path("runs") / name
+    numbered = [base] + [base.with_name(f"{name}-{n}") for n in range(2, 10_000)]
+    taken = next(i for i, path in enumerate(numbered) if not path.exists())
+    return numbered[max(0, taken - 1)] if resume else numbered[taken]
+
+
 CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 """How files of a run folder are opened: no link is followed, no pipe waited for."""
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file, then put it in place: readers see the old file or the new one.
 
     Raises:
@@ -73,21 +89,17 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise not_written(path, error) from None
         raise
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def not_written(path: Path, error: OSError) -> NotWrittenError:
@@ -115,8 +127,37 @@ def append(file: int, data: bytes, path: Path) -> None:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write text or bytes atomically."""
     data = content.encode("utf-8") if isinstance(content, str) else content
-    write_atomically(path, lambda file: _put(file, data))
+    write_atomically(path, lambda file: file.write_bytes(data))
 
 
-def _put(file: Path, data: bytes) -> None:
-    file.write_bytes(data)
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON atomically."""
+    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_toml(path: Path, data: Mapping[str, Any]) -> None:
+    """Write TOML atomically."""
+    write_whole(path, as_toml(data))
+
+
+def as_toml(data: Mapping[str, Any]) -> str:
+    """Return a table as TOML text."""
+    text: str = need("tomli_w", "runs").dumps(dict(data))
+    return text
+
+
+def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the dotted names of the fields in which two specs differ, with both values."""
+    found: list[str] = []
+    for key in sorted(set(old) | set(new)):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differing_fields(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(shown_text(f"{prefix}{key} ({_shown(a)} there, {_shown(b)} now)"))
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

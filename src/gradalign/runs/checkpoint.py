@@ -1,7 +1,7 @@
 """Tensors on disk as safetensors: the final model, and the checkpoint, whose header carries counters and a digest.
 
 The digest covers every tensor, its name, kind and shape, and the counters, so a checkpoint that is not what was written
-is known as such. Nothing is ever unpickled.
+is known as such. Nothing is ever unpickled. torch is imported when tensors are written or read.
 """
 
 from __future__ import annotations
@@ -10,39 +10,34 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
-from gradalign.errors import GradalignError
-from gradalign.server.federation import ServerState, Totals
+from gradalign.errors import GradalignError, need
 from gradalign.runs import write_atomically
 from gradalign.runs.untrusted import open_file, parse_json
-from gradalign.client.flat import Point
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 NOTE, DIGEST = "gradalign", "sha256"
 WHAT_TO_DO = "put a good copy of it back, or begin the run again in another folder"
+State = TypeVar("State")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A state, the seconds spent until then, and what it belongs to: the run's settings and its metrics so far.
+class Belongs:
+    """What a checkpoint belongs to.
 
     Attributes:
-        state: What the next round starts from.
         seconds: The time spent until then.
         spec: The digest of the run's spec.
         metrics_bytes: How much of the metrics was written at that moment.
         metrics: The digest of that part.
     """
 
-    state: ServerState
     seconds: float
     spec: str
     metrics_bytes: int
@@ -65,13 +60,33 @@ def digest_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def require_writable(model: nn.Module) -> None:
+    """Refuse a model whose state cannot be written when it is trained: the answer is the same before."""
+    from torch import Tensor
+
+    save = need("safetensors.torch", "runs").save
+    state = model.state_dict()
+    odd = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
+    if odd is not None:
+        raise GradalignError(
+            f"the model's state has {odd}, a {type(state[odd]).__name__}, and only tensors can be written; let "
+            "get_extra_state return a tensor, or run without a folder"
+        )
+    try:
+        # Kind and layout decide, not the values, so none are copied.
+        save({name: tensor.detach().new_empty(0).cpu() for name, tensor in state.items()})
+    except Exception as error:  # whatever the format's own writer says of a kind that it does not have
+        raise GradalignError(f"the model's state cannot be written: {error}") from None
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
     """Write tensors; a crash leaves the file before."""
+    failed, save_file = need("safetensors", "runs").SafetensorError, need("safetensors.torch", "runs").save_file
 
     def write(file: Path) -> None:
         try:
             save_file(dict(tensors), file, metadata=dict(header) if header else None)
-        except SafetensorError as error:  # this is how a full disk shows itself here
+        except failed as error:  # this is how a full disk shows itself here
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(os.strerror(int(number[1])) if number else str(error)) from None
 
@@ -80,6 +95,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str,
 
 def load_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read tensors and the header's notes."""
+    safe_open = need("safetensors", "runs").safe_open
     open_file(path).close()  # a link, a pipe or a device is refused before safetensors opens it
     try:
         with safe_open(path, framework="pt") as file:
@@ -89,6 +105,8 @@ def load_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def _digest(tensors: Mapping[str, Tensor], note: str) -> str:
+    import torch
+
     found = hashlib.sha256(note.encode("utf-8"))
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -97,8 +115,14 @@ def _digest(tensors: Mapping[str, Tensor], note: str) -> str:
     return found.hexdigest()
 
 
-def _load_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a checkpoint's tensors and counters; one that is not what was written is refused."""
+def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], belongs: Belongs) -> None:
+    """Write a checkpoint; a crash leaves the one before."""
+    text = json.dumps({**counters, **asdict(belongs)}, sort_keys=True)
+    save_tensors(path, tensors, {NOTE: text, DIGEST: _digest(tensors, text)})
+
+
+def load_checkpoint(path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], State]) -> tuple[State, Belongs]:
+    """Read a checkpoint that is what was written; ``make`` makes the state of its tensors and counters."""
     tensors, header = load_tensors(path, "checkpoint")
     if NOTE not in header or DIGEST not in header:
         raise GradalignError(
@@ -112,31 +136,9 @@ def _load_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         note = None
     if not isinstance(note, dict):
         raise GradalignError(f"{path} is not a checkpoint of this library; {WHAT_TO_DO}")
-    return tensors, note
-
-
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint; a crash leaves the one before."""
-    state = checkpoint.state
-    tensors = {"x": state.point.x, "floats": state.point.floats, "ints": state.point.ints}
-    tensors |= {f"memory.{name}": vector for name, vector in state.memory.items()}
-    tensors |= {f"shared.{name}": vector for name, vector in state.shared.items()}
-    for name, kept in state.kept.items():
-        clients = sorted(kept)
-        tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
-        tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
-    note = {"round": state.round, "seconds": checkpoint.seconds, "totals": asdict(state.totals)}
-    belongs = {"spec": checkpoint.spec, "metrics_bytes": checkpoint.metrics_bytes, "metrics": checkpoint.metrics}
-    text = json.dumps(note | belongs, sort_keys=True)
-    save_tensors(path, tensors, {NOTE: text, DIGEST: _digest(tensors, text)})
-
-
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint that is whole."""
-    tensors, note = _load_checked(path)
     try:
-        return Checkpoint(
-            state=_state(tensors, note),
+        state = make(tensors, note)
+        belongs = Belongs(
             seconds=float(note["seconds"]),
             spec=str(note["spec"]),
             metrics_bytes=int(note["metrics_bytes"]),
@@ -145,30 +147,4 @@ def load_checkpoint(path: Path) -> Checkpoint:
     except (KeyError, TypeError, ValueError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else error
         raise GradalignError(f"{path} is not a whole checkpoint: {missing}; {WHAT_TO_DO}") from None
-
-
-def _state(tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> ServerState:
-    def group(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-    point = Point(tensors["x"], tensors["floats"], tensors["ints"])
-    for name, vector in (*group("memory.").items(), *group("shared.").items()):
-        if vector.shape != point.x.shape:
-            raise ValueError(f'the vector "{name}" has the shape {list(vector.shape)}, x has {list(point.x.shape)}')
-    clients, vectors = group("clients."), group("kept.")
-    if clients.keys() != vectors.keys() or vectors.keys() != group("shared.").keys():
-        raise ValueError("clients, their vectors and the server's do not belong together")
-    for name, matrix in vectors.items():
-        if clients[name].ndim != 1 or matrix.shape != (clients[name].numel(), point.x.numel()):
-            raise ValueError(f'the clients\' vectors "{name}" have the shape {list(matrix.shape)}')
-    return ServerState(
-        point=point,
-        round=int(note["round"]),
-        memory=group("memory."),
-        shared=group("shared."),
-        kept={
-            name: {int(client): vectors[name][row].clone() for row, client in enumerate(clients[name])}
-            for name in clients
-        },
-        totals=Totals(**note["totals"]),
-    )
+    return state, belongs

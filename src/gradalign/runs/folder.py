@@ -10,41 +10,17 @@ import os
 import stat
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import tomli_w
-from torch import Tensor
-
-from gradalign.errors import (
-    ClientError,
-    DivergedError,
-    FolderInUseError,
-    GradalignError,
-    LostRankError,
-    NotWrittenError,
-    TooFewClientsError,
-    shown_text,
-)
-from gradalign.runs.checkpoint import (
-    WHAT_TO_DO,
-    Checkpoint,
-    digest_of,
-    digest_of_file,
-    digest_of_settings,
-    load_checkpoint,
-    load_tensors,
-    save_checkpoint,
-    save_tensors,
-)
-from gradalign.server.federation import ServerState
+from gradalign.errors import DivergedError, FolderInUseError, GradalignError, NotWrittenError, RunEndedError
 from gradalign.runs import (
     CAREFULLY,
     CHECKPOINT,
-    FAILURE,
     CLASS_COUNTS,
+    FAILURE,
     LOCK,
     METRICS,
     MODEL,
@@ -52,47 +28,24 @@ from gradalign.runs import (
     SUMMARY,
     TENSORBOARD,
     WANDB,
+    as_toml,
+    differing_fields,
     remove,
+    write_json,
     write_whole,
 )
-from gradalign.runs.untrusted import (
-    LARGEST_METRICS,
-    is_there,
-    read_bytes,
-    read_spec,
-    read_table,
-    rows_in,
-    why_not,
-)
-from gradalign.runs.untrusted import read_metrics as read_metrics
-from gradalign.runs.metrics import MetricsFile
+from gradalign.runs import checkpoint as checkpoints
+from gradalign.runs.checkpoint import WHAT_TO_DO, Belongs, digest_of, digest_of_file, digest_of_settings
+from gradalign.runs.metrics import LARGEST_METRICS, MetricsFile, rows_in
+from gradalign.runs.untrusted import is_file, is_there, read_bytes, read_spec, read_table, why_not
 
-
-def write_json(path: Path, data: Any) -> None:
-    """Write JSON atomically."""
-    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 DIGESTS = "sha256"
 """Where a summary has the digests of what belongs to it."""
-_LONGEST_VALUE, _MOST_TOLD = 80, 8
-
-
-def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted names of the fields in which two specs differ, with both values."""
-    found: list[str] = []
-    for key in sorted(set(old) | set(new)):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differing_fields(a, b, f"{prefix}{key}.")
-        elif a != b:
-            found.append(shown_text(f"{prefix}{key} ({_shown(a)} there, {_shown(b)} now)"))
-    return found
-
-
-def _shown(value: Any) -> str:
-    text = "not set" if value is None else repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+_MOST_TOLD = 8
 
 
 _locks: set[IO[bytes]] = set()
@@ -126,10 +79,9 @@ def locked(folder: Path) -> Iterator[None]:
     """Make the folder if need be and keep other writers out of it inside the block."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _open_lock(folder / LOCK)
     except OSError as error:
-        raise GradalignError(f"cannot use {folder} as a run folder: {error.strerror or error}") from None
-    with lock:
+        raise _unusable(folder, error) from None
+    with _open_lock(folder / LOCK) as lock:
         try:
             import fcntl
         except ImportError:  # not a Unix: nothing to lock with
@@ -151,6 +103,32 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_UN)  # a worker forked a moment ago may still hold a copy of the file
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether a process is writing to this folder.
+
+    A shared lock is tried for and dropped at once; a writer that starts in this very moment tries again.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a Unix: nobody locks, so nobody is known to be gone
+        return True
+    if not is_file(folder / LOCK):  # nobody of us holds a link or a pipe
+        return False
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY | CAREFULLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def refuse_strangers(folder: Path, ours: set[str]) -> None:
     """Raise when the folder holds anything that is not ours."""
     names = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
@@ -159,6 +137,10 @@ def refuse_strangers(folder: Path, ours: set[str]) -> None:
         raise GradalignError(
             f"{folder} is not a run folder and not empty (it has {strangers[0]}); choose another --out"
         )
+
+
+def _unusable(folder: Path, error: OSError) -> GradalignError:
+    return GradalignError(f"cannot use {folder} as a run folder: {error.strerror or error}")
 
 
 @contextmanager
@@ -174,17 +156,19 @@ class RunFolder:
     """One run's folder, locked against a second writer while it is open."""
 
     def __init__(self, path: Path, spec: Mapping[str, Any], *, resume: bool) -> None:
-        self.path, self.spec = path, spec
+        self.path = path
+        self._text = as_toml(spec)
+        self._spec = tomllib.loads(self._text)
+        self._spec_digest = digest_of_settings(self._spec)
         self._metrics = MetricsFile(path / METRICS)
         self._held = ExitStack()
         self._held.enter_context(locked(path))
         try:
             self._check(resume)
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise GradalignError(f"cannot use {path} as a run folder: {error.strerror or error}") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError):
+                raise _unusable(path, error) from None
             raise
 
     def _check(self, resume: bool) -> None:
@@ -193,13 +177,13 @@ class RunFolder:
         if not (is_there(self.path / SPEC) and self._begun()):
             refuse_strangers(self.path, {SPEC, METRICS, CLASS_COUNTS, FAILURE, TENSORBOARD, WANDB})
             remove(self.path / FAILURE)
-            write_toml(self.path / SPEC, self.spec)
+            write_whole(self.path / SPEC, self._text)
             return
         if not resume:
             raise GradalignError(
                 f"{self.path} already holds a run; add --resume to continue it, or choose another --out"
             )
-        differing = differing_fields(read_spec(self.path), _as_toml(self.spec))
+        differing = differing_fields(read_spec(self.path), self._spec)
         if differing:
             more = f" (and {len(differing) - _MOST_TOLD} more)" if len(differing) > _MOST_TOLD else ""
             told = "; ".join(differing[:_MOST_TOLD]) + more
@@ -212,9 +196,9 @@ class RunFolder:
         files = (self.path / SUMMARY, self.path / CHECKPOINT)
         return any(is_there(file) for file in files) or (is_there(metrics) and metrics.lstat().st_size > 0)
 
-    @property
-    def _spec_digest(self) -> str:
-        return digest_of_settings(_as_toml(self.spec))
+    def _require(self, name: str, fits: bool, problem: str) -> None:
+        if not fits:
+            raise GradalignError(f"{self.path / name} {problem}; {WHAT_TO_DO}")
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -233,30 +217,34 @@ class RunFolder:
         own = digests.pop(SUMMARY)
         self._require(SUMMARY, digest_of_settings(summary | {DIGESTS: digests}) == own, as_written)
         self._require(SUMMARY, digests["settings"] == self._spec_digest, "belongs to a run with other settings")
-        model, _ = load_tensors(self.path / MODEL, "model")
+        model, _ = checkpoints.load_tensors(self.path / MODEL, "model")
         self._require(MODEL, digest_of_file(self.path / MODEL) == digests[MODEL], as_written)
         metrics = read_bytes(self.path / METRICS, LARGEST_METRICS)
         self._require(METRICS, digest_of(metrics) == digests[METRICS], as_written)
         return model, rows_in(metrics, self.path / METRICS)
 
-    def _require(self, name: str, fits: bool, problem: str) -> None:
-        if not fits:
-            raise GradalignError(f"{self.path / name} {problem}; {WHAT_TO_DO}")
+    def restore(self, make: Callable[..., Any] = lambda tensors, counters: counters) -> tuple[Any, float] | None:
+        """Return the checkpoint's state and its elapsed seconds; cut the metrics back to it.
 
-    def restore(self) -> tuple[ServerState, float] | None:
-        """Return the checkpoint's state and its elapsed seconds; cut the metrics back to it."""
-        found = load_checkpoint(self.path / CHECKPOINT) if is_there(self.path / CHECKPOINT) else None
-        rows = b""
-        if found is not None:
-            self._require(CHECKPOINT, found.spec == self._spec_digest, "belongs to a run with other settings")
-            rows = read_bytes(self.path / METRICS, LARGEST_METRICS)[: found.metrics_bytes]
-            problem = "lacks rows from before the checkpoint, or they were changed"
-            self._require(METRICS, digest_of(rows) == found.metrics, problem)
-        self._metrics.begin(rows, found.state.round if found is not None else None)
-        return (found.state, found.seconds) if found is not None else None
+        ``make`` makes the state of tensors and counters, and raises KeyError, TypeError or ValueError if it cannot:
+        then nothing is cut.
+        """
+        path = self.path / CHECKPOINT
+        if not is_there(path):
+            self._metrics.begin(b"", None)
+            return None
+        (state, round_index), belongs = checkpoints.load_checkpoint(
+            path, lambda tensors, counters: (make(tensors, counters), int(counters["round"]))
+        )
+        self._require(CHECKPOINT, belongs.spec == self._spec_digest, "belongs to a run with other settings")
+        rows = read_bytes(self.path / METRICS, LARGEST_METRICS)[: belongs.metrics_bytes]
+        problem = "lacks rows from before the checkpoint, or they were changed"
+        self._require(METRICS, digest_of(rows) == belongs.metrics, problem)
+        self._metrics.begin(rows, round_index)
+        return state, belongs.seconds
 
     def note_class_counts(self, held: Mapping[str, Any] | None) -> None:
-        """Keep who holds what, for pictures; once, since resuming does not change it."""
+        """Write down who holds what, for pictures; once, since resuming does not change it."""
         if held is not None and not is_there(self.path / CLASS_COUNTS):
             write_json(self.path / CLASS_COUNTS, held)
 
@@ -265,17 +253,15 @@ class RunFolder:
         with _resumable():
             self._metrics.append(row)
 
-    def save_checkpoint(self, state: ServerState, seconds: float) -> None:
-        """Make this state the one that --resume continues from; not when its row is not in the metrics yet."""
-        mark = self._metrics.until(state.round)
+    def save_checkpoint(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], seconds: float) -> None:
+        """Make this state the one that --resume continues from; not when its round's row is not in the metrics yet."""
+        mark = self._metrics.until(counters["round"])
         if mark is None:
             return
-        checkpoint = Checkpoint(
-            state=state, seconds=seconds, spec=self._spec_digest, metrics_bytes=mark.length, metrics=mark.digest
-        )
+        belongs = Belongs(seconds=seconds, spec=self._spec_digest, metrics_bytes=mark.length, metrics=mark.digest)
         with _resumable():
             self._metrics.sync()
-            save_checkpoint(self.path / CHECKPOINT, checkpoint)
+            checkpoints.save_checkpoint(self.path / CHECKPOINT, tensors, counters, belongs)
 
     def fail(self, reason: str, *, diverged: bool) -> None:
         """Write down why the run ended by itself; ``diverged`` says that resuming it would end the same way."""
@@ -289,7 +275,7 @@ class RunFolder:
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.items()}
         with _resumable():
             self._metrics.sync()
-            save_tensors(self.path / MODEL, tensors)
+            checkpoints.save_tensors(self.path / MODEL, tensors)
             digests = {"settings": self._spec_digest, METRICS: self._metrics.whole.digest}
             digests[MODEL] = digest_of_file(self.path / MODEL)
             as_read = json.loads(json.dumps({**summary, DIGESTS: digests}))  # lists for tuples, words for other keys
@@ -309,21 +295,17 @@ class RunFolder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if isinstance(error, DivergedError | ClientError | LostRankError | TooFewClientsError):
+            if isinstance(error, RunEndedError):
                 self.fail(str(error), diverged=isinstance(error, DivergedError))
         finally:
             self.close()
 
 
-def write_toml(path: Path, data: Mapping[str, Any]) -> None:
-    """Write TOML atomically."""
-    write_whole(path, tomli_w.dumps(dict(data)))
+def __getattr__(name: str) -> Any:
+    """Moved: read_metrics to gradalign.runs.metrics, write_toml to gradalign.runs; read_toml is read_table."""
+    if name not in ("read_metrics", "read_toml", "write_toml"):
+        raise AttributeError(name)
+    from gradalign import runs
+    from gradalign.runs import metrics
 
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file of a folder that is to be gone on with."""
-    return read_table(path)
-
-
-def _as_toml(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return tomllib.loads(tomli_w.dumps(dict(spec)))
+    return {"read_metrics": metrics.read_metrics, "read_toml": read_table, "write_toml": runs.write_toml}[name]

@@ -1,34 +1,41 @@
-"""Reading run folders that anybody may have written: what is whole is returned, what is not is named.
-
-Nothing here trusts a file: sizes are bounded, only regular files are opened, numbers are finite or left out.
-"""
+"""Finding runs below folders, and each run as its folder tells it: what is whole is returned, what is not is named."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gradalign.runs import COMPARISON, CLASS_COUNTS, METRICS, SPEC, SUMMARY, SWEEP, TRIALS, safe_name
-from gradalign.runs.untrusted import (
-    Failure,
-    UnreadableError,
-    is_there,
-    read_failure,
-    read_metrics,
-    read_optional,
-    read_table,
-    shown_text,
-)
+from gradalign.errors import shown_text
+from gradalign.runs import CHECKPOINT, CLASS_COUNTS, COMPARISON, METRICS, SPEC, SUMMARY, SWEEP, TRIALS, safe_name
+from gradalign.runs.metrics import read_metrics
+from gradalign.runs.untrusted import Failure, UnreadableError, is_there, read_failure, read_optional, read_table
 from gradalign.runs.untrusted import number_of as number_of
-from gradalign.runs.find import Skipped, find_runs
 
 State = Literal["complete", "diverged", "unfinished"]
+STATES: tuple[State, ...] = ("complete", "diverged", "unfinished")
 Row = dict[str, float]
-_MOST_CELLS = 200_000
+_DEEPEST, _MOST_FOLDERS, _MOST_CELLS = 40, 100_000, 200_000
+_NO_RUN = "there is no run in it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A folder that is not in the report, and why."""
+
+    folder: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"skipped {self.folder}: {self.reason}"
+
+
+def _skip(folder: object, reason: object) -> Skipped:
+    return Skipped(folder=shown_text(folder), reason=shown_text(reason))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +49,9 @@ class HeldClassCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run as its folder tells it.
+    """One run as its folder tells it: ``rows`` have finite numbers only, ``summary`` is empty if it did not finish.
 
-    Attributes:
-        folder: Where it lies.
-        entry: Its name in a comparison, or None.
-        place: The entry's place in the comparison's own order.
-        comparison: The comparison's folder, or None.
-        spec: Its settings.
-        rows: The finite numbers of every row of its metrics; each has "round".
-        summary: Its summary; empty when it did not finish.
-        state: How it ended.
-        failure: Why it ended by itself before its last round.
-        held: The division of the data, where the folder has it.
+    In a comparison ``entry`` is its name there, and ``place`` the entry's place in the comparison's own order.
     """
 
     folder: Path
@@ -78,8 +75,7 @@ class Run:
     @property
     def seed(self) -> int:
         """The run's seed."""
-        seed = self.spec.get("seed", 0)
-        return seed if isinstance(seed, int) else 0
+        return int(self.spec.get("seed", 0))
 
 
 @dataclass
@@ -90,28 +86,86 @@ class Gathered:
     skipped: list[Skipped] = field(default_factory=list)
 
 
+class Search:
+    """Which folders may be runs: names and kinds of files only, nothing is read.
+
+    Links are followed, but no folder is entered twice, so links that lead in a circle end.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self.runs: list[Path] = []
+        self.skipped: list[Skipped] = []
+        self._seen: set[tuple[int, int]] = set()
+        for folder in folders:
+            problem = _not_a_folder(folder)
+            if problem or not self._look(folder, 0):
+                self.skipped.append(_skip(folder, problem or _NO_RUN))
+
+    def _look(self, folder: Path, depth: int) -> bool:
+        """Collect the runs of one folder; return whether there was anything to say of it."""
+        if len(self._seen) == _MOST_FOLDERS:  # a link may lead to a whole disk
+            reason = f"{_MOST_FOLDERS:,} folders were looked at already; name those that hold runs"
+            self.skipped.append(_skip(folder, reason))
+            self._seen.add((-1, -1))
+        if len(self._seen) > _MOST_FOLDERS:
+            return True
+        try:
+            here = folder.stat()
+            if (here.st_dev, here.st_ino) in self._seen:
+                return True
+            self._seen.add((here.st_dev, here.st_ino))
+            with os.scandir(folder) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            self.skipped.append(_skip(folder, error.strerror or error))
+            return True
+        if {SPEC, METRICS, CHECKPOINT} & {entry.name for entry in entries}:
+            self.runs.append(folder)
+            return True
+        if depth >= _DEEPEST:
+            return False
+        inside = [folder / entry.name for entry in entries if not entry.name.startswith(".") and os.path.isdir(entry)]
+        # Of a folder without any run the topmost is named, not everything below it.
+        empty = [path for path in inside if not self._look(path, depth + 1)]
+        if len(empty) == len(inside):
+            return False
+        self.skipped += [_skip(path, _NO_RUN) for path in empty]
+        return True
+
+
+def _not_a_folder(path: Path) -> str | None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "there is no such folder"
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return None if stat.S_ISDIR(mode) else "it is a file, not a folder"
+
+
 def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
     """Read all runs in and below the folders; runs that did not finish only when asked for."""
-    found = find_runs(folders)
-    gathered = Gathered(skipped=list(found.skipped))
+    found = Search(folders)
+    gathered = Gathered(skipped=found.skipped)
     comparisons: dict[Path, dict[str, Any]] = {}
     cut_short: dict[Path, list[Path]] = {}
     for folder in found.runs:
         try:
             run = _read_run(folder, comparisons)
         except UnreadableError as error:
-            gathered.skipped.append(Skipped(folder=shown_text(folder), reason=error.reason))
+            gathered.skipped.append(_skip(folder, error.reason))
             continue
         sweep = _sweep_of(folder)
-        if run.state == "unfinished" and not unfinished and sweep is not None:
+        if unfinished or run.state != "unfinished":
+            gathered.runs.append(run)
+        elif sweep is not None:
             cut_short.setdefault(sweep, []).append(folder)
-        elif run.state == "unfinished" and not unfinished:
-            rounds = f"{_last_round(run.rows):,} of {shown_text(run.spec.get('rounds', '?'))} rounds"
+        else:
+            done = int(run.rows[-1]["round"]) if run.rows else 0
+            rounds = f"{done:,} of {run.spec.get('rounds', '?')} rounds"
             why = f": {run.failure}" if run.failure else ""
             reason = f"not finished ({rounds} are written){why}; continue it with --resume, or add --unfinished"
-            gathered.skipped.append(Skipped(folder=shown_text(folder), reason=reason))
-        else:
-            gathered.runs.append(run)
+            gathered.skipped.append(_skip(folder, reason))
     gathered.runs, repeated = _without_repeats(gathered.runs)
     gathered.skipped += [*repeated, *(_cut_short(sweep, trials) for sweep, trials in cut_short.items())]
     return gathered
@@ -128,36 +182,27 @@ def _sweep_of(folder: Path) -> Path | None:
 def _cut_short(sweep: Path, trials: Sequence[Path]) -> Skipped:
     """Say in one line what is left out of a sweep: there may be hundreds."""
     count = f"{len(trials)} trial{'s' * (len(trials) > 1)}"
+    why = "not finished: ended early, or the sweep is not done"
     if is_there(sweep / SUMMARY):
-        reason = f"{count} that the sweep ended early; --unfinished shows them"
-    else:
-        reason = f"{count} not finished: ended early, or the sweep is not done; --unfinished shows them"
-    return Skipped(folder=shown_text(os.path.normpath(trials[0] / ".." / "..")), reason=reason)
+        why = "that the sweep ended early"
+    return _skip(os.path.normpath(trials[0] / ".." / ".."), f"{count} {why}; --unfinished shows them")
 
 
 def _without_repeats(runs: list[Run]) -> tuple[list[Run], list[Skipped]]:
     """Return the runs with other settings or seeds, the finished ones first choice, and the copies of them."""
-    order = {"complete": 0, "diverged": 1, "unfinished": 2}
-    kept: dict[str, Run] = {}
+    first: dict[str, Run] = {}
     repeated = []
-    for run in sorted(runs, key=lambda run: order[run.state]):
-        key = canonical([run.entry or run.spec["algorithm"]["name"], run.spec])
-        if key in kept:
-            reason = f"the same settings and seed as {shown_text(kept[key].folder)}"
-            repeated.append(Skipped(folder=shown_text(run.folder), reason=reason))
-        else:
-            kept[key] = run
-    chosen = {id(run) for run in kept.values()}
+    for run in sorted(runs, key=lambda run: STATES.index(run.state)):
+        same = first.setdefault(canonical([run.entry or run.spec["algorithm"]["name"], run.spec]), run)
+        if same is not run:
+            repeated.append(_skip(run.folder, f"the same settings and seed as {same.folder}"))
+    chosen = {id(run) for run in first.values()}
     return [run for run in runs if id(run) in chosen], repeated
 
 
 def canonical(value: Any) -> str:
     """Return settings as text that is the same for the same settings."""
     return json.dumps(value, sort_keys=True, default=str)
-
-
-def _last_round(rows: Sequence[Row]) -> int:
-    return int(rows[-1]["round"]) if rows else 0
 
 
 def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
@@ -175,16 +220,14 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
     rows = [_finite(row) for row in read_metrics(folder)] if complete or is_there(metrics) else []
     if not rows and not diverged:
         raise UnreadableError(metrics, "{file} has no whole row")
-    summary = read_table(folder / SUMMARY) if complete else {}
-    state: State = "complete" if complete else "diverged" if diverged else "unfinished"
     return Run(
         folder=folder,
         entry=entry,
         comparison=comparison,
         spec=spec,
         rows=rows,
-        summary=summary,
-        state=state,
+        summary=read_table(folder / SUMMARY) if complete else {},
+        state="complete" if complete else "diverged" if diverged else "unfinished",
         failure=failure.reason if failure is not None and not complete else None,
         held=_read_class_counts(folder / CLASS_COUNTS),
         place=place,
@@ -197,7 +240,7 @@ def _check_spec(folder: Path, spec: Mapping[str, Any]) -> None:
         raise UnreadableError(folder / SPEC, "{file} names no algorithm")
     if not isinstance(spec.get("task", {}), Mapping):
         raise UnreadableError(folder / SPEC, "the task in {file} is not a table")
-    if not isinstance(spec.get("seed", 0), int) or isinstance(spec.get("seed"), bool):
+    if type(spec.get("seed", 0)) is not int:
         raise UnreadableError(folder / SPEC, "the seed in {file} is not a whole number")
 
 
@@ -221,9 +264,7 @@ def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) 
         if comparisons[above]:
             comparisons[above]["summary"] = read_optional(above / SUMMARY)
     names = comparisons[above].get("algorithms")
-    if not isinstance(names, list):
-        return None, 0, None
-    for number, name in enumerate(names):
+    for number, name in enumerate(names if isinstance(names, list) else []):
         if isinstance(name, str) and safe_name(name) == place.parent.name:
             return shown_text(name), number, above
     return None, 0, None
@@ -231,8 +272,7 @@ def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) 
 
 def _failure_in(comparison: Mapping[str, Any], folder: Path) -> Failure | None:
     """Return what a comparison's summary says of a run that diverged."""
-    place = Path(os.path.abspath(folder))
-    wanted = f"{place.parent.name}/{place.name}"
+    wanted = "/".join(Path(os.path.abspath(folder)).parts[-2:])
     table = comparison["summary"].get("algorithms")
     for entry in table if isinstance(table, list) else []:
         runs = entry.get("runs") if isinstance(entry, dict) else None
@@ -250,9 +290,8 @@ def _read_class_counts(path: Path) -> HeldClassCounts | None:
         return None
     if len(counts) * len(names) > _MOST_CELLS or not isinstance(clients, int) or not _is_count(clients):
         return None
-    for row in counts:
-        if not isinstance(row, list) or len(row) != len(names) or any(not _is_count(cell) for cell in row):
-            return None
+    if any(not isinstance(row, list) or len(row) != len(names) or not all(map(_is_count, row)) for row in counts):
+        return None
     return HeldClassCounts(counts=counts, names=[shown_text(name)[:40] for name in names], clients=clients)
 
 

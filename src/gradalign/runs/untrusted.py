@@ -19,9 +19,9 @@ from typing import Any
 
 from gradalign.errors import GradalignError
 from gradalign.errors import shown_text as shown_text
-from gradalign.runs import CAREFULLY, FAILURE, METRICS, SPEC
+from gradalign.runs import CAREFULLY, FAILURE, SPEC
 
-LARGEST_TABLE, LARGEST_METRICS = 16 * 2**20, 512 * 2**20
+LARGEST_TABLE = 16 * 2**20
 _DEEPEST = 64
 _MOST_DIGITS = 100
 _TOO_LONG = f"it has a whole number of more than {_MOST_DIGITS} digits"
@@ -203,38 +203,6 @@ def read_spec(folder: Path) -> dict[str, Any]:
     return read_table(folder / SPEC)
 
 
-def row_of(line: bytes) -> dict[str, Any] | None:
-    """Return a line of the metrics as a row; None when it is none."""
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or type(row.get("round")) is not int or not 0 <= row["round"] < 2**53:
-        return None
-    return row
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run's metrics: a last line cut short is left out, any other that is no row spoils the file."""
-    path = folder / METRICS
-    return rows_in(read_bytes(path, LARGEST_METRICS), path)
-
-
-def rows_in(raw: bytes, path: Path) -> list[dict[str, Any]]:
-    """Return the rows in what was read of the metrics."""
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(io.BytesIO(raw), start=1):
-        if not line.strip():
-            continue
-        row = row_of(line)
-        if row is None and not line.endswith(b"\n"):
-            break
-        if row is None or (rows and row["round"] <= rows[-1]["round"]):
-            raise UnreadableError(path, f"line {number} of {{file}} is not a row of metrics")
-        rows.append(row)
-    return rows
-
-
 def read_failure(folder: Path) -> Failure | None:
     """Return why a run ended by itself, when its folder says so."""
     table = read_optional(folder / FAILURE)
@@ -242,3 +210,12 @@ def read_failure(folder: Path) -> Failure | None:
     if not isinstance(reason, str):
         return None
     return Failure(reason=shown_text(reason[:_LONGEST_REASON]), diverged=table.get("diverged") is True)
+
+
+def __getattr__(name: str) -> Any:
+    """Where the parser of metrics was; it is in gradalign.runs.metrics now."""
+    if name not in ("LARGEST_METRICS", "read_metrics", "row_of", "rows_in"):
+        raise AttributeError(name)
+    from gradalign.runs import metrics
+
+    return getattr(metrics, name)

@@ -1,12 +1,15 @@
-"""The round loop: play, measure, write down, keep a checkpoint."""
+"""All rounds of a run: play, measure, write down, keep a checkpoint; with its folder, engine, trackers and bar."""
 
 from __future__ import annotations
 
 import logging
-import platform
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +17,83 @@ import torch
 from torch import nn
 
 from gradalign import stopping
-from gradalign._version import __version__
-from gradalign.client.exchange import ClientGradient
-from gradalign.client.flat import FlatModel
-from gradalign.engines import Engine, RemoteEngine, SummingEngine
-from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.client.flat import FlatModel, Point
+from gradalign.devices import check_device
+from gradalign.engines import Engine
+from gradalign.engines.distributed import DistributedEngine
+from gradalign.errors import (
+    DivergedError,
+    GradalignError,
+    LostRankError,
+    TooFewClientsError,
+    flag,
+    need,
+    no_exit,
+    real,
+    whole,
+)
 from gradalign.runs import MODEL
-from gradalign.runs.folder import RunFolder, read_metrics
-from gradalign.server.cadence import settle
+from gradalign.runs.checkpoint import require_writable
+from gradalign.runs.folder import RunFolder
+from gradalign.runs.metrics import read_metrics
 from gradalign.server.federation import Federation, ServerState
-from gradalign.server.measure import Measure, Row, measured_at
+from gradalign.server.measure import Measure, Row, measured_at, settle
 from gradalign.server.rounds import RoundFacts, play_round
+from gradalign.server.summary import columns, row_of, summarise
+from gradalign.server.summary import rounds_to as rounds_to
+from gradalign.server.summary import versions as versions
+from gradalign.tasks.class_counts import class_counts_note
+from gradalign.tracking import RunInfo, Trackers
 
 CHECKPOINT_SECONDS = 10.0
+_MOST_WORKERS = 1000
+Tell = Callable[[Row], None]
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """On what machine and in what folder a run happens: all that cannot change its result. See ``gradalign.run``."""
+
+    engine: str = "local"
+    workers: int | None = None
+    device: torch.device | str = "cpu"
+    out: str | Path | None = None
+    resume: bool = False
+    checkpoint_seconds: float = CHECKPOINT_SECONDS
+    progress: bool | None = None
+    trackers: Trackers = field(default_factory=Trackers)
+    name: str | None = None
+    """What trackers call the run; made from the spec when not given."""
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        flag("resume", self.resume)
+        real("checkpoint_seconds", self.checkpoint_seconds, 0.0)
+        if self.progress is not None:
+            flag("progress", self.progress)
+        if self.workers is not None:
+            object.__setattr__(self, "workers", whole("workers", self.workers, 0, _MOST_WORKERS))
+        if self.out is not None:
+            if not isinstance(self.out, str | os.PathLike):
+                raise GradalignError(f"out must be the name of a folder, got {self.out!r}")
+            need("tomli_w", "runs")
+            need("safetensors", "runs")
+
+    @contextmanager
+    def bar(self, label: str, rounds: int) -> Iterator[Tell]:
+        """Show the rounds' progress where that is asked for, or there is a terminal to show it in."""
+        show = self.progress
+        if show is None:  # a program may have no standard error at all
+            show = sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None
+        if not show:
+            yield lambda row: None
+            return
+        need("rich", "cli")
+        from gradalign.tracking.progress import rounds_bar
+
+        with rounds_bar(rounds, label) as tick:
+            yield lambda row: tick(label, row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,164 +113,160 @@ class Result:
     folder: Path | None
 
 
-def _row(state: ServerState, facts: RoundFacts | None, measured: Row, seconds: float) -> Row:
-    row: Row = {"round": state.round, **asdict(state.totals), **measured}
-    names = [field.name for field in fields(RoundFacts)]
-    row |= {name: getattr(facts, name) if facts else None for name in names}
-    return row | {"seconds": round(seconds, 3)}
-
-
-def _columns(rows: list[Row]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
-
-
-def summarise(rows: list[Row], federation: Federation, measure: Measure) -> dict[str, Any]:
-    """Return the numbers of a finished run."""
-    tested = [row for row in rows if row["test_accuracy"] is not None]
-    aligned = [row for row in rows if row["r"] is not None]
-    best = max(tested, key=lambda row: row["test_accuracy"], default=None)
-    last = rows[-1]
-    summary: dict[str, Any] = {
-        "algorithm": federation.algorithm.label,
-        "seed": federation.seed,
-        "rounds": last["round"],
-        "final_test_accuracy": tested[-1]["test_accuracy"] if tested else None,
-        "best_test_accuracy": best["test_accuracy"] if best else None,
-        "best_round": best["round"] if best else None,
-        "final_test_loss": next((row["test_loss"] for row in reversed(rows) if row["test_loss"] is not None), None),
-        "final_train_loss": next((row["train_loss"] for row in reversed(rows) if row["train_loss"] is not None), None),
-        "final_r": aligned[-1]["r"] if aligned else None,
-        "target_accuracy": measure.target_accuracy,
-        "communication_rounds_to_target": rounds_to(rows, measure.target_accuracy),
-    }
-    if federation.task.scored_on == "validation":
-        summary |= _validation_summary(rows)
-    totals = ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds")
-    summary |= {name: last[name] for name in totals}
-    return summary | {"task": federation.task.describe(), "versions": versions()}
-
-
-def _validation_summary(rows: list[Row]) -> dict[str, Any]:
-    accuracies = [row["validation_accuracy"] for row in rows if row["validation_accuracy"] is not None]
-    losses = [row["validation_loss"] for row in rows if row["validation_loss"] is not None]
-    return {
-        "final_validation_accuracy": accuracies[-1] if accuracies else None,
-        "best_validation_accuracy": max(accuracies, default=None),
-        "final_validation_loss": losses[-1] if losses else None,
-    }
-
-
-def rounds_to(rows: list[Row], target: float | None) -> int | None:
-    """Return the communication rounds after which the accuracy, on whatever is scored, first reached the target."""
-    if target is None:
-        return None
-    for row in rows:
-        accuracies = (row["test_accuracy"], row.get("validation_accuracy"))
-        if any(accuracy is not None and accuracy >= target for accuracy in accuracies):
-            return int(row["communication_rounds"])
-    return None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that made a result."""
-    return {"gradalign": __version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _initial(federation: Federation) -> ServerState:
-    return ServerState(point=FlatModel(federation.task.make_model(federation.seed)).read())
-
-
-def _play_patiently(
-    federation: Federation, engine: Engine, state: ServerState, known: dict[int, ClientGradient]
-) -> tuple[ServerState, RoundFacts]:
-    """Play a round, again when too few clients answered, as often as the engine has patience."""
-    attempts = engine.attempts if isinstance(engine, RemoteEngine) else 1
-    while True:
-        attempts -= 1
-        try:
-            return play_round(federation, engine, state, known)
-        except TooFewClientsError as error:
-            if attempts < 1:
-                raise
-            logger.warning("%s; the round is played again", error)
-
-
-def execute(
+def conduct(
     federation: Federation,
-    engine: Engine,
-    *,
+    engine_maker: Callable[[], Engine],
+    spec: Mapping[str, Any],
     rounds: int,
     measure: Measure,
-    folder: RunFolder | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
-    on_row: Callable[[Row], None] | None = None,
-    on_begin: Callable[[list[Row]], None] | None = None,
+    options: RunOptions,
+    on_row: Tell | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Run all rounds, or the ones a folder's checkpoint leaves to do; ``notes`` go into the summary as they are.
+    """Open the run folder, start the engine, show progress, and run what is left to do.
 
-    ``on_begin`` is called with the rows that are there already, before any new one; not when nothing is left to do.
+    ``spec`` is what the folder's spec.toml will say; ``notes`` go into the summary as they are.
     """
-    if folder is not None and folder.summary is not None:
-        return _finished(federation, folder)
+    seed, trackers = federation.seed, options.trackers
+    name = options.name or f"{spec.get('name', federation.task.name)}-{federation.algorithm.label}-seed{seed}"
+    info = RunInfo(name=name, folder=Path(options.out) if options.out else None, settings=spec, rounds=rounds)
+    with ExitStack() as stack:
+        stack.enter_context(no_exit(f"the code of the task {federation.task.name}"))
+        # The engine first: when the folder is refused, the ranks are there to be told.
+        engine = stack.enter_context(engine_maker())
+        if isinstance(engine, DistributedEngine) and engine.rank != 0:
+            return follow(federation, engine)
+        folder = None
+        if info.folder is not None:
+            require_writable(federation.task.make_model(seed))
+            folder = stack.enter_context(RunFolder(info.folder, spec, resume=options.resume))
+
+        def begin(rows: list[Row]) -> Tell:
+            trackers.start(replace(info, earlier=rows))
+            stack.callback(trackers.end, None)  # for a run that does not come to its end
+            # Trackers may ask for a password, so the bar comes after them.
+            tick = stack.enter_context(options.bar(federation.algorithm.label, rounds))
+
+            def tell(row: Row) -> None:
+                for listener in (trackers.log, tick, on_row):
+                    if listener is not None:
+                        listener(row)
+
+            return tell
+
+        done = folder if folder is not None and folder.summary is not None else None
+        if folder is not None and done is None:
+            folder.note_class_counts(class_counts_note(federation.task))
+        stack.enter_context(stopping.at_stake())
+        if done is not None:
+            result = _finished(federation, done)
+        else:
+            result = _play_all(
+                federation, engine, rounds, measure, folder, options.checkpoint_seconds, begin, notes or {}
+            )
+        if isinstance(engine, DistributedEngine):
+            engine.finish([result.history, result.summary], FlatModel(result.model).read())
+        if done is not None:
+            trackers.catch_up(replace(info, earlier=read_metrics(done.path)), result.summary)
+        else:
+            trackers.end(result.summary)
+        return result
+
+
+def follow(federation: Federation, engine: DistributedEngine) -> Result:
+    """Work for rank 0 and return its result."""
+    (history, summary), point = engine.follow()
+    return Result(history=history, summary=summary, model=_model(federation, point), folder=None)
+
+
+def _model(federation: Federation, point: Point) -> nn.Module:
+    model = federation.task.make_model(federation.seed)
+    FlatModel(model).load(point)
+    return model.eval()
+
+
+def _finished(federation: Federation, folder: RunFolder) -> Result:
+    """Return the result of a run that is complete already."""
+    model = federation.task.make_model(federation.seed)
+    tensors, rows = folder.finished()
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise GradalignError(f"{folder.path / MODEL} does not fit the task's model: {first}") from None
+    return Result(history=columns(rows), summary=folder.summary or {}, model=model.eval(), folder=folder.path)
+
+
+def _play_all(
+    federation: Federation,
+    engine: Engine,
+    rounds: int,
+    measure: Measure,
+    folder: RunFolder | None,
+    checkpoint_seconds: float,
+    begin: Callable[[list[Row]], Tell],
+    notes: Mapping[str, Any],
+) -> Result:
+    """Play all rounds, or those that the folder's checkpoint leaves to do.
+
+    ``begin`` is told the rows that are there already, and returns whom to tell of each new one.
+    """
     measure = settle(measure, federation, rounds)
-    restored = folder.restore() if folder is not None else None
-    initial = _initial(federation)
+    restored = folder.restore(ServerState.from_tensors) if folder is not None else None
+    initial = ServerState(point=FlatModel(federation.task.make_model(federation.seed)).read())
     state, spent = restored or (initial, 0.0)
     _check_state(state, initial, federation, rounds)
     # A vector from a file may begin anywhere in memory, and products with it may then round differently.
     state = replace(state, point=state.point.clone())
     rows: list[Row] = read_metrics(folder.path) if folder is not None else []
-    if on_begin is not None:
-        on_begin(list(rows))
-    began = time.monotonic() - spent
-    saved = time.monotonic()
-    known: dict[int, ClientGradient] = {}
+    tell = begin(list(rows))
+    began, saved = time.monotonic() - spent, time.monotonic()
 
     def note(state: ServerState, facts: RoundFacts | None) -> None:
-        nonlocal known
-        measured, known = measured_at(state, federation, measure, rounds, engine)
-        rows.append(_row(state, facts, measured, time.monotonic() - began))
+        measured, _ = measured_at(state, federation, measure, rounds, engine)
+        rows.append(row_of(state, facts, measured, time.monotonic() - began))
         if folder is not None:
             folder.append(rows[-1])
-        if on_row is not None:
-            on_row(rows[-1])
+        tell(rows[-1])
+
+    def save(state: ServerState) -> None:
+        if folder is not None:
+            folder.save_checkpoint(*state.to_tensors(), seconds=time.monotonic() - began)
 
     try:
         if restored is None:
             note(state, None)
         while state.round < rounds:
-            after, facts = _play_patiently(
-                federation, engine, state, known if _may_stand_in(federation, engine) else {}
-            )
+            after, facts = _play_patiently(federation, engine, state)
             stopping.stop_if_asked()  # a round in which somebody swallowed the interrupt may be anything: not taken
             note(after, facts)
             state = after
-            if folder is not None and time.monotonic() - saved >= checkpoint_seconds:
-                folder.save_checkpoint(state, time.monotonic() - began)
+            if time.monotonic() - saved >= checkpoint_seconds:
+                save(state)
                 saved = time.monotonic()
     except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
         stopping.answer()
-        if folder is not None and rows:
-            folder.save_checkpoint(state, time.monotonic() - began)
+        if rows:
+            save(state)
         raise
-    summary = summarise(rows, federation, measure) | dict(notes or {})
-    model = _model(federation, state)
+    summary = summarise(rows, federation, measure) | dict(notes)
+    model = _model(federation, state.point)
     if folder is not None:
         with stopping.held():
             summary = folder.finish(model.state_dict(), summary)
-    return Result(history=_columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
+    return Result(history=columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
 
 
-def _may_stand_in(federation: Federation, engine: Engine) -> bool:
-    """Return whether gradients that were measured at a point are, to the bit, those that the next round would take.
-
-    The measuring pass sees whole clients, so the gradient phase must do so too. And where clients' gradients are taken
-    together, the bits of one depend on who is beside it: a round would depend on whether the point before it was
-    measured in the same process, which no checkpoint tells.
-    """
-    together = isinstance(engine, SummingEngine) and engine.sums(shifted=False)
-    return federation.local.gradient_examples is None and not together
+def _play_patiently(federation: Federation, engine: Engine, state: ServerState) -> tuple[ServerState, RoundFacts]:
+    """Play a round, again when too few clients answered, as often as the engine has patience."""
+    for left in range(engine.attempts - 1, -1, -1):
+        try:
+            return play_round(federation, engine, state)
+        except TooFewClientsError as error:
+            if not left:
+                raise
+            logger.warning("%s; the round is played again", error)
+    raise AssertionError("an engine makes at least one attempt")
 
 
 def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:
@@ -226,21 +288,3 @@ def _check_state(state: ServerState, initial: ServerState, federation: Federatio
     missing = (remembered - set(state.memory)) | (keepers - set(state.shared)) | (keepers - set(state.kept))
     if missing:
         raise GradalignError(f"the checkpoint lacks what {federation.algorithm.label} remembers: {min(missing)}")
-
-
-def _model(federation: Federation, state: ServerState) -> nn.Module:
-    model = federation.task.make_model(federation.seed)
-    FlatModel(model).load(state.point)
-    return model.eval()
-
-
-def _finished(federation: Federation, folder: RunFolder) -> Result:
-    """Return the result of a run that is complete already."""
-    model = federation.task.make_model(federation.seed)
-    tensors, rows = folder.finished()
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        raise GradalignError(f"{folder.path / MODEL} does not fit the task's model: {first}") from None
-    return Result(history=_columns(rows), summary=folder.summary or {}, model=model.eval(), folder=folder.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -122,15 +123,17 @@ class Trackers:
             except Exception as error:
                 self._at_work.remove(tracker)
                 _warn(tracker, error)
-                self._let_go(tracker, None)
+                with suppress(Exception):
+                    tracker.end(None)
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
         """End all that are still at work."""
         while self._at_work:
             tracker = self._at_work.pop()
-            failed = self._let_go(tracker, summary)
-            if failed is not None:
-                _warn(tracker, failed)
+            try:
+                tracker.end(summary)
+            except Exception as error:
+                _warn(tracker, error)
 
     def catch_up(self, run: RunInfo, summary: Mapping[str, Any]) -> None:
         """Tell of a run that is complete already those that keep their record in its folder and have none there."""
@@ -141,14 +144,6 @@ class Trackers:
             late = Trackers([tracker])
             late.start(run)
             late.end(summary)
-
-    @staticmethod
-    def _let_go(tracker: Tracker, summary: Mapping[str, Any] | None) -> Exception | None:
-        try:
-            tracker.end(summary)
-        except Exception as error:
-            return error
-        return None
 
 
 def _name(tracker: Tracker) -> str:

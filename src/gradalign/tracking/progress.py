@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +14,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -22,24 +23,8 @@ from rich.progress import (
 
 from gradalign.errors import shown_text
 
-if TYPE_CHECKING:
-    from gradalign.compare import Planned
-
-Tick = Callable[[Mapping[str, Any]], None]
-
-
-def make_progress() -> Progress:
-    """Return the one look that all bars have."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+_SPEED_SECONDS = 1800.0
+_NAME, _NOTE = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
 
 
 def _plain(label: str) -> str:
@@ -56,47 +41,99 @@ def accuracy_note(row: Mapping[str, Any], before: str = "") -> str:
     return before
 
 
+def score_words(score: float, *, accuracies: bool) -> str:
+    """Return a score in words: an accuracy, or the loss that it is minus of."""
+    return f"accuracy {100 * score:.2f} %" if accuracies else f"loss {-score:.4g}"
+
+
 @contextmanager
-def round_bar(label: str, rounds: int, *, show: bool) -> Iterator[Tick]:
-    """Show one run's rounds; yields a function to call with each row."""
-    if not show:
-        yield lambda row: None
-        return
-    with make_progress() as progress:
+def rounds_bar(rounds: int, label: str = "") -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
+    """Show the rounds of all runs in one bar; yields a function to call with a run's label and each of its rows."""
+    columns = (_NAME, BarColumn(), MofNCompleteColumn(), _NOTE, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(_plain(label), total=rounds, note="")
+        done: dict[str, int] = {}
         note = ""
 
-        def tick(row: Mapping[str, Any]) -> None:
+        def tick(label: str, row: Mapping[str, Any]) -> None:
             nonlocal note
             note = accuracy_note(row, note)
-            progress.update(bar, completed=row["round"], note=note)
+            done[label] = row["round"]
+            progress.update(bar, completed=sum(done.values()), description=_plain(label), note=note)
 
         yield tick
 
 
 @contextmanager
-def comparison_bar(planned: Sequence[Planned], *, show: bool) -> Iterator[Callable[[Planned, Mapping[str, Any]], None]]:
-    """Show a comparison's rounds in one bar, naming the run at work; yields a function to call with each row."""
+def comparison_bar(planned: Sequence[Any], *, show: bool) -> Iterator[Callable[[Any, Mapping[str, Any]], None]]:
+    """Show a comparison's rounds in one bar."""
     if not show:
         yield lambda one, row: None
         return
-    with make_progress() as progress:
-        bar = progress.add_task("", total=sum(one.spec.rounds for one in planned), note="")
-        done: dict[tuple[str, int], int] = {}
-        note = ""
+    with rounds_bar(sum(one.spec.rounds for one in planned)) as tick:
+        yield lambda one, row: tick(f"{one.entry}, seed {one.seed}", row)
 
-        def tick(one: Planned, row: Mapping[str, Any]) -> None:
-            nonlocal note
-            note = accuracy_note(row, note)
-            done[one.entry, one.seed] = row["round"]
-            label = _plain(f"{one.entry}, seed {one.seed}")
-            progress.update(bar, completed=sum(done.values()), description=label, note=note)
 
-        yield tick
+class SweepBar:
+    """Counts rounds over all stages. Trials that end early, or that others do, count whole: they need no more time."""
+
+    def __init__(self, console: Console, progress: Progress | None, units: Mapping[str, int]) -> None:
+        self._console, self._progress = console, progress
+        self._units = dict(units)
+        self._done: dict[str, int] = {}
+        self._rounds, self._stage, self._trials = 1, "", 0
+        self._settled = 0
+        self._bar = None if progress is None else progress.add_task("sweep", total=sum(units.values()), note="")
+
+    def say(self, text: str) -> None:
+        """Print one line above the bar."""
+        self._console.print(escape(text), soft_wrap=True, highlight=False)
+
+    def begin(self, stage: str, trials: int, rounds: int) -> None:
+        """Start on a stage whose size is known now."""
+        self._stage, self._rounds, self._trials = stage, rounds, trials
+        self._units[stage] = trials * rounds
+
+    def settled(self, trials: int, waiting: int) -> None:
+        """Note how many of the stage's trials are done, by anyone, and how many run elsewhere."""
+        self._settled = trials
+        self._done[self._stage] = trials * self._rounds
+        self._show(f"{waiting} at work elsewhere" if waiting else "")
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Note a round of the trial at work."""
+        self._show(accuracy_note(row), row["round"])
+
+    def _show(self, note: str, rounds: int = 0) -> None:
+        if self._progress is None or self._bar is None:
+            return
+        self._progress.update(
+            self._bar,
+            description=f"{self._stage} {self._settled}/{self._trials}",
+            total=sum(self._units.values()),
+            completed=sum(self._done.values()) + rounds,
+            note=note,
+        )
+
+
+@contextmanager
+def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[SweepBar]:
+    """Show a sweep's progress inside the block, given (stage, trials, rounds) as far as they are known."""
+    units = {stage: trials * rounds for stage, trials, rounds in sizes}
+    console = Console(stderr=True)
+    if not show:
+        yield SweepBar(console, None, units)
+        return
+    narrow = BarColumn(bar_width=16)  # with the time left, all of it fits in 80 columns
+    left = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
+    columns = (_NAME, narrow, TaskProgressColumn(), _NOTE, *left)
+    # Trials that end early make the bar jump: the time left follows the speed of a long while.
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=_SPEED_SECONDS) as progress:
+        yield SweepBar(progress.console, progress, units)
 
 
 class _DownloadBar:
-    """What pooch reports a download to; drawn on the bar of ``make_progress``."""
+    """What pooch reports a download to, drawn as a bar."""
 
     def __init__(self, progress: Progress, bar: TaskID) -> None:
         self._progress, self._bar = progress, bar
@@ -128,6 +165,5 @@ def download_bar(name: str) -> Iterator[_DownloadBar | bool]:
     if not console.is_terminal:
         yield False
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(_NAME, BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console) as progress:
         yield _DownloadBar(progress, progress.add_task(_plain(name), total=None))

@@ -10,20 +10,12 @@ import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
-
-from gradalign.errors import GradalignError
-from gradalign.runs import TENSORBOARD, WANDB
+from gradalign.errors import GradalignError, need
+from gradalign.runs import TENSORBOARD, WANDB, as_toml
 from gradalign.tracking import Row, RunInfo, flat_settings, tagged
-
-
-def _need(package: str, what: str) -> None:
-    if find_spec(package) is None:
-        raise GradalignError(f"{what} needs the package {package}; install it with: pip install 'gradalign[{package}]'")
 
 
 def _own(folder: Path) -> Path:
@@ -42,7 +34,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        _need("tensorboard", "TensorBoard")
+        need("tensorboard", "tensorboard")
         self._folder = None if folder is None else Path(folder)
         self.subfolder = TENSORBOARD if folder is None else None
         self._writer: Any = None
@@ -66,7 +58,7 @@ class TensorBoard:
             key: value if isinstance(value, bool | int | float | str) else str(value)
             for key, value in flat_settings(run.settings).items()
         }
-        settings = "".join(f"    {line}\n" for line in tomli_w.dumps(dict(run.settings)).splitlines())
+        settings = "".join(f"    {line}\n" for line in as_toml(run.settings).splitlines())
         self._writer.add_text("settings", settings, 0)
         spent = run.earlier[-1].get("seconds") if run.earlier else None
         self._began = time.time() - (spent or 0.0)
@@ -122,7 +114,7 @@ class WeightsAndBiases:
         tags: Sequence[str] = (),
         folder: str | Path | None = None,
     ) -> None:
-        _need("wandb", "Weights & Biases")
+        need("wandb", "wandb")
         self._given: dict[str, Any] = {"project": project, "mode": mode, "entity": entity, "tags": list(tags) or None}
         self._group = group
         self._folder = None if folder is None else Path(folder)
@@ -170,7 +162,7 @@ class WeightsAndBiases:
             self._run.log(tagged(row), step=row["round"], commit=True)
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
-        """Add the summary and close the run there."""
+        """Add the summary and close the run there; wandb writes an offline record a moment after this, or at exit."""
         run, self._run = self._run, None
         if summary is not None:
             names = [name for name, value in summary.items() if value is None or isinstance(value, int | float | str)]
