@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradalign as ga
-from gradalign.tasks.cifar import cifar100
-from gradalign.tasks.data import PartitionedClients
-from gradalign.tasks.groups import Pool, spans_of, split_groups
-from gradalign.tasks.holdout import hold_out
-from gradalign.tasks.leaf import LETTERS, SEQUENCE, window_starts
-from gradalign.tasks.shakespeare import shakespeare
+from gradalign.tasks.holdout import Pool, hold_out, spans_of, split_groups
+from gradalign.tasks.paper import cifar100, shakespeare
+from gradalign.tasks.readers import LETTERS, SEQUENCE, window_starts
+from gradalign.tasks.task import PartitionedClients
 from small_files import cifar_batch, write_pickle
 
 LENGTHS = (600, 300, 900, 450, 90, 500)

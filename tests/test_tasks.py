@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +15,8 @@ from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import LocalTrainer
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS, build_task
-from gradalign.tasks.images import CropAndFlip, Normalise
-from gradalign.tasks.models import CharLSTM, emnist_cnn, lenet
+from gradalign.tasks.divide import Division
+from gradalign.tasks.paper import CharLSTM, CropAndFlip, Normalise, emnist_cnn, lenet
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -184,6 +187,27 @@ def test_tasks_are_described_without_data(tmp_path, monkeypatch):
     described = {task["name"]: task["description"] for task in describe_tasks()}
     assert list(described) == list(TASKS) == ["digits", "emnist", "cifar10", "cifar100", "shakespeare"]
     assert all(len(text) > 20 and "\n" not in text for text in described.values())
+
+
+def test_settings_of_the_division_are_listed_once_and_belong_to_every_task():
+    settings = {name: inspect.signature(make).parameters for name, make in TASKS.items()}
+    shared = {field.name for field in fields(Division)}
+    for name, known in settings.items():
+        assert shared - set(known) == ({"classes_per_client"} if name == "shakespeare" else set())
+        assert "division" not in known
+    assert settings["emnist"]["clients"].default == 47
+    assert settings["cifar100"]["classes_per_client"].default == 2
+    with pytest.raises(TypeError, match="classes_per_client"):
+        TASKS["shakespeare"](classes_per_client=2)
+
+
+def test_facts_stand_beside_what_a_task_counts_itself():
+    data = [(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64))]
+    facts = {"clients": 99, "test_examples": 7, "name": "mine", "hospital": "A"}
+    described = ga.Task(model=torch.nn.Linear(1, 2), clients=data, facts=facts, name="task").describe()
+    assert (described["name"], described["clients"], described["test_examples"]) == ("task", 1, 0)
+    assert described["hospital"] == "A"
+    assert described["clients (fact)"] == 99
 
 
 def test_the_digits_are_scikit_learns():
