@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import gradalign as ga
-from gradalign.server.alignment import Probe, regulariser_gradient
 from gradalign.tasks import partition
 from gradalign.tasks.batches import TensorExamples
 from gradalign.tasks.divide import Division, even_choice, spaced_choice
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.task import PartitionedClients
+from gradalign.theory.probe import Probe, regulariser_gradient
 from reference import Problem
 
 LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2])

@@ -116,7 +116,7 @@ def test_partitions_follow_the_seed():
         division = Division(partition=name, clients=6, iid_share=0.2)
         once, again, other = (division.divide(labels, seed) for seed in (1, 1, 2))
         assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
-        assert any(not np.array_equal(a, b) for a, b in zip(once, other, strict=True)), partition
+        assert any(not np.array_equal(a, b) for a, b in zip(once, other, strict=True)), name
 
 
 def test_custom_lists(tmp_path):

@@ -12,16 +12,9 @@ from torch.func import functional_call
 
 from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
-from gradalign.server.alignment import (
-    Probe,
-    alignment_of,
-    mean_gradient,
-    regulariser,
-    regulariser_gradient,
-    spread,
-    within_client,
-)
+from gradalign.server.alignment import alignment_of
 from gradalign.tasks.task import Task
+from gradalign.theory.probe import Probe, mean_gradient, regulariser, regulariser_gradient, spread, within_client
 from gradalign.theory.problems import mlp_task, quadratic_task
 
 WEIGHTS = (1.0, 2.0, 3.0)
