@@ -18,15 +18,16 @@ from gradalign.tasks import partition
 from gradalign.tasks.partition import Labels, Rows
 
 PARTITIONS = {
-    "iid": "shuffled and dealt out evenly",
+    "iid": "IID",
     "one-class": "one class per client",
-    "separate": "classes_per_client classes per client, no class at two clients",
-    "classes": "classes_per_client classes per client, every class held, classes shared where need be",
-    "sorted": "sorted by label and cut into blocks, a share iid_share dealt out at random",
-    "dirichlet": "each class divided by shares from a Dirichlet(alpha)",
-    "natural": "the owners of the data, such as the speaking roles of plays",
-    "custom": "your own lists of row numbers in parts, or the name of a JSON file with them",
+    "separate": "{classes_per_client} classes per client without overlap",
+    "classes": "{classes_per_client} classes per client",
+    "sorted": "sorted by label, {iid_share:.4g} of it IID",
+    "dirichlet": "Dirichlet({alpha:g})",
+    "natural": "natural clients",
+    "custom": "custom lists",
 }
+"""The partitions by name, and what a summary says of them; ``gradalign.tasks.partition`` says what they do."""
 
 _SCALE_KEY = 1  # keeps the choice of clients apart from the partition's own stream
 _Task = TypeVar("_Task")
@@ -38,11 +39,11 @@ class Division:
 
     Attributes:
         partition: A name of ``PARTITIONS``.
-        clients: The number of clients; None takes all owners of a natural partition.
+        clients: The number of clients; None takes all owners of a "natural" partition, such as the roles of plays.
         classes_per_client: For "separate" and "classes".
         iid_share: For "sorted".
         alpha: For "dirichlet".
-        parts: For "custom".
+        parts: For "custom": lists of row numbers, one per client, or the name of a JSON file with them.
         client_share: The share of these clients that takes part at all, a seeded choice of them.
         data_share: The share of its examples that each of them has.
     """
@@ -105,17 +106,7 @@ class Division:
 
     def describe(self, clients: int, used: int) -> dict[str, str]:
         """Return the facts worth printing beside a result."""
-        text = {
-            "iid": "IID",
-            "one-class": "one class per client",
-            "separate": f"{self.classes_per_client} classes per client without overlap",
-            "classes": f"{self.classes_per_client} classes per client",
-            "sorted": f"sorted by label, {self.iid_share:.4g} of it IID",
-            "dirichlet": f"Dirichlet({self.alpha:g})",
-            "natural": "natural clients",
-            "custom": "custom lists",
-        }
-        facts = {"partition": text[self.partition]}
+        facts = {"partition": PARTITIONS[self.partition].format(**vars(self))}
         if used < clients or self.data_share < 1.0:
             share = f"{100 * self.data_share:.4g} % of their examples"
             facts["kept"] = f"scaled to {used} of {clients} clients with {share}"

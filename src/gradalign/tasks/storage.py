@@ -16,10 +16,9 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -190,7 +189,7 @@ def fetch(archive: Archive, folder: Path, progress: Any = False) -> list[Path]:
     Args:
         archive: What to get.
         folder: The data folder; made when it is not there.
-        progress: pooch's progress bar: False, or an object with ``update``, ``reset``, ``close`` and ``total``.
+        progress: False, or an object with ``update(bytes)``, ``close()`` and ``total``.
 
     Raises:
         GradalignError: If the download fails, or is not the published archive.
@@ -208,14 +207,11 @@ def fetch(archive: Archive, folder: Path, progress: Any = False) -> list[Path]:
 
 
 def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
-    import pooch
     import requests
 
-    pooch.get_logger().setLevel("ERROR")
-    name = archive.url.rsplit("/", 1)[-1]
-    loader = partial(_receive, most_bytes=archive.most_bytes, progress=progress)
+    found = workshop / archive.url.rsplit("/", 1)[-1]
     try:
-        found = Path(pooch.retrieve(archive.url, None, fname=name, path=workshop, downloader=loader))
+        _receive(archive, found, progress)
     except (requests.exceptions.ConnectionError, requests.exceptions.ChunkedEncodingError):
         raise GradalignError(
             f"cannot download {archive.url}: the connection failed or broke off; nothing of it was kept, try again"
@@ -224,36 +220,36 @@ def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
         reason = (str(error) or type(error).__name__).split("\n")[0][:200]
         raise GradalignError(f"cannot download {archive.url}: {reason}") from None
     kind, known = archive.known_hash.split(":")
-    if pooch.file_hash(found, alg=kind) != known:
-        raise GradalignError(
-            f"{archive.url} did not arrive as published (its {kind} differs): "
-            "it was cut short or altered; nothing of it was kept, try again"
-        )
+    with found.open("rb") as file:
+        if hashlib.file_digest(file, kind).hexdigest() != known:
+            raise GradalignError(
+                f"{archive.url} did not arrive as published (its {kind} differs): "
+                "it was cut short or altered; nothing of it was kept, try again"
+            )
     return found
 
 
-def _receive(url: str, file: Any, pooch: Any, *, most_bytes: int, progress: Any) -> None:
-    """Download to a file, as pooch's own downloader does, but never more than ``most_bytes``."""
+def _receive(archive: Archive, place: Path, progress: Any) -> None:
+    """Download to a file, but never more than the archive may have."""
     import requests
 
-    too_much = GradalignError(f"{url} sends more than {most_bytes:,} bytes, which the archive does not have")
-    with requests.get(url, stream=True, timeout=60) as answer:
+    too_much = f"{archive.url} sends more than {archive.most_bytes:,} bytes, which the archive does not have"
+    with requests.get(archive.url, stream=True, timeout=60) as answer, place.open("wb") as target:
         answer.raise_for_status()
         declared = answer.headers.get("Content-Length", "").strip()
         total = int(declared) if declared.isdecimal() and declared.isascii() and len(declared) < 20 else 0
-        if total > most_bytes:
-            raise too_much
         if progress:
             progress.total = total
         received = 0
-        with nullcontext(file) if hasattr(file, "write") else open(file, "wb") as target:
-            for part in answer.iter_content(1 << 16):
-                received += len(part)
-                if received > most_bytes:
-                    raise too_much
-                target.write(part)
-                if progress:
-                    progress.update(len(part))
+        if total > archive.most_bytes:
+            raise GradalignError(too_much)
+        for part in answer.iter_content(1 << 16):
+            received += len(part)
+            if received > archive.most_bytes:
+                raise GradalignError(too_much)
+            target.write(part)
+            if progress:
+                progress.update(len(part))
     if progress:
         progress.close()
 
