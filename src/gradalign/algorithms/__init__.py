@@ -3,6 +3,8 @@
 See ``plan.py`` for the round they act in. Each class is one row of that picture; its docstring cites the paper, gives
 the update and says how it differs from its neighbours.
 
+``known_algorithms()`` has them all by name, also those of a user's own; an algorithm's fields are its keys in a recipe.
+
 Two of them remember a vector per client (``keeps``): SCAFFOLD's option II and FedDyn. Both obey one law, so the
 server needs to know only that law: with the clients' vectors k_i (zero before a client is first seen) and the
 server's s, after a round  s ← s + (|S|/N) Σ p_i (k_i⁺ − k_i).  With uniform weights s is always the mean of k_i over
@@ -16,18 +18,26 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from gradalign.algorithms.plan import Algorithm, ClientView, FedAvg, Plan, Shift
+from gradalign.algorithms.plan import _KNOWN, Algorithm, Blend, ClientView, FedAvg, Plan
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.errors import GradalignError
 
-__all__ = ["FedAvg", "FedDyn", "FedGA", "FedProx", "GradAlign", "LargeBatchSGD", "LinearScaling", "Scaffold"]
+__all__ = [
+    "FedAvg",
+    "FedDyn",
+    "FedGA",
+    "FedProx",
+    "LargeBatchGradAlign",
+    "LargeBatchSGD",
+    "LinearScaling",
+    "Scaffold",
+    "known_algorithms",
+]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LargeBatchSGD(Algorithm):
-    """One step a round on the mean gradient: FedAvg with K = 1 and one mini-batch per client."""
-
-    one_step: ClassVar[bool] = True
+def known_algorithms() -> dict[str, type[Algorithm]]:
+    """Return every algorithm that is defined by its label, the built-in ones first."""
+    return dict(_KNOWN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,52 @@ class FedProx(Algorithm):
     def plan(self, view: ClientView) -> Plan:
         """Return (0, 0, μ)."""
         return Plan(pull=self.mu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaffold(Algorithm):
+    """SCAFFOLD (Karimireddy et al. 2020): every step is corrected by the difference to the mean gradient.
+
+    ``control="fresh"`` is the form of Dandi, Barba & Jaggi 2022, without memory: c_i = ḡ − g_i at this round's x.
+    ``control="kept"`` is option II: c_i = s − k_i, then k_i⁺ = k_i − s − Δ_i/(αK); one communication instead of two,
+    at the price of old gradients. Near FedGA with β = α(K−1)/2, but its effect grows over the K steps.
+    """
+
+    control: str = "fresh"
+
+    def __post_init__(self) -> None:
+        if self.control not in ("fresh", "kept"):
+            raise GradalignError(f'algorithm.control must be "fresh" or "kept", got "{self.control}"')
+
+    @property
+    def keeps(self) -> bool:
+        """True for option II."""
+        return self.control == "kept"
+
+    @property
+    def extra_down(self) -> int:
+        """Option II sends s down."""
+        return 1 if self.keeps else 0
+
+    @property
+    def extra_up(self) -> int:
+        """Option II sends k_i⁺ − k_i up."""
+        return 1 if self.keeps else 0
+
+    @property
+    def needs_gradients(self) -> bool:
+        """True for the fresh form."""
+        return not self.keeps
+
+    def plan(self, view: ClientView) -> Plan:
+        """Return (0, ḡ − g_i, 0) or (0, s − k_i, 0)."""
+        own, mean = view.memory() if self.keeps else view.gradients()
+        return Plan(correction=mean - own)
+
+    def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
+        """Return k_i − s − Δ_i/(αK)."""
+        own, shared = view.memory()
+        return own - shared - update / total_step_size if total_step_size else own  # a round with α = 0 teaches nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +124,11 @@ class FedGA(Algorithm):
         return not isinstance(self.beta, int | float) or self.beta != 0.0
 
     @property
+    def only_displaces(self) -> bool:
+        """True, unless somebody's own variant plans more."""
+        return type(self).plan is FedGA.plan
+
+    @property
     def strength(self) -> float:
         """β, a constant after ``at``."""
         return value_at(self.beta, 0)
@@ -80,19 +141,20 @@ class FedGA(Algorithm):
         """Return (−β(ḡ − g_i), 0, 0)."""
         if not self.needs_gradients:
             return Plan()
-        own, mean = view.gradients()
-        return Plan(displacement=-self.strength * (mean - own), every_step=self.form == "step")
-
-    def shift(self, mean_gradient: Tensor) -> Shift | None:
-        """Return v_i = −βḡ + β·g_i; the form makes no difference to Δ_i."""
-        if type(self).plan is not FedGA.plan:
-            return None  # somebody's own variant
-        return Shift(-self.strength * mean_gradient, self.strength)
+        return Plan(displacement=Blend(view.mean(), self.strength, self.strength), every_step=self.form == "step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradAlign(FedGA):
+class LargeBatchGradAlign(FedGA):
     """GradAlign (Dandi, Barba & Jaggi 2022, Algorithm 1): FedGA with K = 1, one mini-batch per client."""
+
+    label: ClassVar[str] = "gradalign"
+    one_step: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeBatchSGD(Algorithm):
+    """One step a round on the mean gradient: FedAvg with K = 1 and one mini-batch per client."""
 
     one_step: ClassVar[bool] = True
 
@@ -127,47 +189,6 @@ class LinearScaling(Algorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaffold(Algorithm):
-    """SCAFFOLD (Karimireddy et al. 2020): every step is corrected by the difference to the mean gradient.
-
-    ``control="fresh"`` is the form of Dandi, Barba & Jaggi 2022, without memory: c_i = ḡ − g_i at this round's x.
-    ``control="kept"`` is option II: c_i = s − k_i, then k_i⁺ = k_i − s − Δ_i/(αK); one communication instead of two,
-    at the price of old gradients. Near FedGA with β = α(K−1)/2, but its effect grows over the K steps.
-    """
-
-    control: str = "fresh"
-
-    def __post_init__(self) -> None:
-        if self.control not in ("fresh", "kept"):
-            raise GradalignError(f'algorithm.control must be "fresh" or "kept", got "{self.control}"')
-
-    @property
-    def keeps(self) -> bool:
-        """True for option II."""
-        return self.control == "kept"
-
-    @property
-    def extra_vectors(self) -> int:
-        """Option II sends s down and k_i⁺ − k_i up."""
-        return 1 if self.keeps else 0
-
-    @property
-    def needs_gradients(self) -> bool:
-        """True for the fresh form."""
-        return not self.keeps
-
-    def plan(self, view: ClientView) -> Plan:
-        """Return (0, ḡ − g_i, 0) or (0, s − k_i, 0)."""
-        own, mean = view.memory() if self.keeps else view.gradients()
-        return Plan(correction=mean - own)
-
-    def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
-        """Return k_i − s − Δ_i/(αK)."""
-        own, shared = view.memory()
-        return own - shared - update / total_step_size if total_step_size else own  # a round with α = 0 teaches nothing
-
-
-@dataclass(frozen=True, kw_only=True)
 class FedDyn(Algorithm):
     """FedDyn (Acar et al. 2021): c_i = −h_i, μ = alpha, then h_i⁺ = h_i − alpha·Δ_i.
 
@@ -199,3 +220,6 @@ class FedDyn(Algorithm):
     def offset(self, shared: Tensor) -> Tensor | None:
         """Return −h/alpha with this round's h."""
         return -shared / self.alpha
+
+
+GradAlign = LargeBatchGradAlign  # until the wrapper of that name stands alone

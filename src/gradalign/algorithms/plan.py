@@ -19,89 +19,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.schedule import Schedule, spanning
+from gradalign.algorithms.view import Blend as Blend
+from gradalign.algorithms.view import ClientView as ClientView
+from gradalign.algorithms.view import Plan as Plan
+from gradalign.algorithms.view import SharedSums as SharedSums
 from gradalign.errors import GradalignError
 
-
-@dataclass(frozen=True, kw_only=True)
-class ClientView:
-    """What an algorithm may look at when it plans for one client."""
-
-    x: Tensor
-    lr: float
-    weight: float
-    """p_i, this client's share of the average."""
-    participants: int
-    """|S|, the number of clients planned for in this round."""
-    gradient: Tensor | None = None
-    """g_i, when the round has a gradient phase."""
-    mean_gradient: Tensor | None = None
-    """ḡ, when the round has a gradient phase."""
-    kept: Tensor | None = None
-    """k_i, when the algorithm keeps a vector per client."""
-    shared: Tensor | None = None
-    """s, the server's running mean of the kept vectors."""
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return (g_i, ḡ), or say that the round's gradient phase was skipped."""
-        if self.gradient is None or self.mean_gradient is None:
-            raise GradalignError("this algorithm needs the clients' gradients at x, and none were given")
-        return self.gradient, self.mean_gradient
-
-    def memory(self) -> tuple[Tensor, Tensor]:
-        """Return (k_i, s), or say that they are missing."""
-        if self.kept is None or self.shared is None:
-            raise GradalignError("this algorithm needs the client's kept vector and the server's, and none were given")
-        return self.kept, self.shared
-
-
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What one client does in one round: (v, c, μ). ``None`` stands for the zero vector."""
-
-    displacement: Tensor | None = None
-    correction: Tensor | None = None
-    pull: float = 0.0
-    every_step: bool = False
-    """Apply the displacement inside every step and undo it there, instead of once at the start."""
-
-    def __add__(self, other: Plan) -> Plan:
-        return Plan(
-            displacement=_plus(self.displacement, other.displacement),
-            correction=_plus(self.correction, other.correction),
-            pull=self.pull + other.pull,
-            every_step=self.every_step or other.every_step,
-        )
-
-
-@dataclass(frozen=True)
-class Shift:
-    """Displacements of the form v_i = common + along·g_i: beside its own gradient a client needs only what all need."""
-
-    common: Tensor | None = None
-    along: float = 0.0
-
-    def __add__(self, other: Shift) -> Shift:
-        return Shift(_plus(self.common, other.common), self.along + other.along)
+_KNOWN: dict[str, type[Algorithm]] = {}
+"""Every algorithm by its label; ``gradalign.algorithms.known_algorithms`` returns it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """The base of all: it plans nothing, which is FedAvg."""
+    """The base of all: it plans nothing, which is FedAvg. A subclass is known by its ``label`` once it is defined."""
 
+    label: ClassVar[str] = "algorithm"
+    """The algorithm's name in recipes and tables: unless given, the class's in small letters."""
     one_step: ClassVar[bool] = False
     """Whether the algorithm is only defined for K = 1."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "label" not in vars(cls):
+            cls.label = cls.__name__.lower()
+        # Nobody's own class takes the name of one of ours; a cell that is run again replaces what it made before.
+        if cls.label not in _KNOWN or _KNOWN[cls.label].__module__ == cls.__module__:
+            _KNOWN[cls.label] = cls
 
     @property
     def keeps(self) -> bool:
@@ -109,40 +59,67 @@ class Algorithm:
         return False
 
     @property
-    def extra_vectors(self) -> int:
-        """Parameter-sized vectors sent each way beside x and Δ, the gradient phase not counted."""
+    def extra_down(self) -> int:
+        """Parameter-sized vectors that a client is sent beside x, the gradient phase not counted."""
         return 0
 
     @property
-    def label(self) -> str:
-        """The algorithm's name in recipes and tables."""
-        return type(self).__name__.lower()
+    def extra_up(self) -> int:
+        """Parameter-sized vectors that a client sends beside Δ, the gradient phase not counted."""
+        return 0
+
+    @property
+    def extra_vectors(self) -> int:
+        """Gone when nobody asks for it: see ``extra_down`` and ``extra_up``."""
+        return self.extra_down
 
     @property
     def needs_gradients(self) -> bool:
         """Whether a round begins with the clients sending g_i and receiving ḡ: one more communication."""
         return False
 
-    def at(self, round_index: int) -> Self:
-        """Return the algorithm with its schedules resolved for this round."""
-        return self
+    @property
+    def uses_own_gradient(self) -> bool:
+        """Whether the plan uses g_i: a client whose gradient at x is not known takes it before its steps."""
+        return self.needs_gradients
+
+    @property
+    def only_displaces(self) -> bool:
+        """Whether the plan is nothing but a ``Blend``, or empty: then clients may be summed where they train."""
+        return type(self).plan is Algorithm.plan
 
     @property
     def strength(self) -> float:
         """The displacement's β in force, 0 for algorithms without one; resolve schedules with ``at`` first."""
         return 0.0
 
+    def at(self, round_index: int) -> Self:
+        """Return the algorithm with its schedules resolved for this round."""
+        return self
+
+    def over(self, rounds: int) -> Self:
+        """Return the algorithm with schedules that are given in shares of the run spread over its rounds."""
+        schedules = {name: value for name, value in self.values().items() if isinstance(value, Schedule)}
+        return replace(self, **{name: spanning(schedule, rounds) for name, schedule in schedules.items()})
+
+    def values(self) -> dict[str, Any]:
+        """Return the algorithm's settings by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def plan(self, view: ClientView) -> Plan:
         """Return this client's plan."""
         return Plan()
 
-    def shift(self, mean_gradient: Tensor) -> Shift | None:
-        """Return the plan as a shift, given ḡ; None when it is anything else."""
-        return Shift() if type(self).plan is Algorithm.plan else None
-
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
         """Return k_i⁺ from Δ_i and ``total_step_size``, the sum of the round's step sizes: αK without momentum."""
         raise NotImplementedError(f"{self.label} keeps nothing")
+
+    def next_shared(self, shared: Tensor | None, sums: SharedSums) -> Tensor | None:
+        """Return s after the round, None for none: s + (|S|/N) Σ p_i (k_i⁺ − k_i), the law of those who keep."""
+        if sums.kept_change is None:
+            return None
+        before = torch.zeros_like(sums.kept_change) if shared is None else shared
+        return before + (sums.reported / sums.clients) * sums.kept_change
 
     def multiple(self, participants: int) -> float:
         """Return m: how many times the mean update the server takes, given how many clients reported."""
@@ -151,11 +128,6 @@ class Algorithm:
     def offset(self, shared: Tensor) -> Tensor | None:
         """Return o, given the new s: what the server adds to the multiple of the mean update; None is nothing."""
         return None
-
-    def over(self, rounds: int) -> Self:
-        """Return the algorithm with schedules that are given in shares of the run spread over its rounds."""
-        schedules = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Schedule)}
-        return replace(self, **{name: spanning(schedule, rounds) for name, schedule in schedules.items()})
 
     def __add__(self, other: Algorithm | ServerRule | Combination) -> Combination:
         return combine(self, other)
@@ -176,6 +148,24 @@ class Combination:
     parts: tuple[Algorithm, ...]
     server: ServerRule
 
+    @classmethod
+    def from_values(cls, values: Mapping[str, Mapping[str, Any]], known: Mapping[str, type[Algorithm]]) -> Combination:
+        """Return the algorithms that ``values()`` describes, made from known classes; the server's rule is left out."""
+        return cls(tuple(known[label](**given) for label, given in values.items()), ServerRule())
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Return every part's settings under its label: all of a round's algorithm where its classes are known."""
+        return {part.label: part.values() for part in self.parts}
+
+    def with_values(self, values: Mapping[str, Mapping[str, Any]]) -> Combination:
+        """Return the combination with the settings of another one of the same parts."""
+        own = {part.label: part for part in self.parts}
+        parts = [
+            own[label] if own[label].values() == given else replace(own[label], **given)
+            for label, given in values.items()
+        ]
+        return Combination(tuple(parts), self.server)
+
     @property
     def label(self) -> str:
         """The parts' names joined by ``+``; the server's rule is named when it is not the plain average."""
@@ -188,6 +178,16 @@ class Combination:
     def needs_gradients(self) -> bool:
         """Whether any part needs the gradient phase."""
         return any(part.needs_gradients for part in self.parts)
+
+    @property
+    def uses_own_gradient(self) -> bool:
+        """Whether any part's plan uses g_i."""
+        return any(part.uses_own_gradient for part in self.parts)
+
+    @property
+    def only_displaces(self) -> bool:
+        """Whether the plan is at most a ``Blend``."""
+        return all(part.only_displaces for part in self.parts)
 
     @property
     def one_step(self) -> bool:
@@ -217,21 +217,18 @@ class Combination:
         """Return the combination with all schedules resolved for this round."""
         return Combination(tuple(part.at(round_index) for part in self.parts), self.server)
 
+    def plan(self, views: Mapping[str, ClientView]) -> Plan:
+        """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""
+        plans = [(part.plan(views[part.label]), views[part.label].gradient) for part in self._by_name]
+        if not self.only_displaces:  # a blend meets vectors of other parts
+            plans = [(plan.written_out(gradient), gradient) for plan, gradient in plans]
+        return sum((plan for plan, _ in plans), Plan())
+
     def corrected(self, mean: Tensor, shared: Mapping[str, Tensor], participants: int) -> Tensor:
-        """Return the update to hand to the server's rule, given Σ p_i Δ_i and the keepers' new s by label."""
+        """Return the update to hand to the server's rule, given Σ p_i Δ_i and the new s by label."""
         update = math.prod(part.multiple(participants) for part in self._by_name) * mean
         offsets = [part.offset(shared[part.label]) for part in self._by_name if part.label in shared]
         return sum((offset for offset in offsets if offset is not None), start=update)
-
-    def plan(self, views: dict[str, ClientView]) -> Plan:
-        """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""
-        return sum((part.plan(views[part.label]) for part in self._by_name), Plan())
-
-    def shift(self, mean_gradient: Tensor) -> Shift | None:
-        """Return the sum of the parts' shifts; None when a part plans anything else."""
-        shifts = [part.shift(mean_gradient) for part in self._by_name]
-        known = [shift for shift in shifts if shift is not None]
-        return sum(known, Shift()) if len(known) == len(shifts) else None
 
     def __add__(self, other: Algorithm | ServerRule | Combination) -> Combination:
         return combine(self, other)

@@ -1,56 +1,110 @@
-"""What clients answer: a gradient, an update, the score of an evaluation."""
+"""What server and clients say to each other in a round, in the server's words and the clients'.
+
+The server tells every client of a phase the same ``Broadcast``, and of each ``Participant`` what it knows. A client
+makes its own plan from the two, and answers with a ``Gradient`` or an ``Update``. Neighbouring clients that work in one
+process may answer together, with the weighted sum of their vectors; a lone client is a group of one.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from gradalign.algorithms.plan import ClientView, Combination, Plan
+from gradalign.client.flat import Point
+
 
 @dataclass(frozen=True, kw_only=True)
-class ClientGradient:
-    """∇f_i(x) and what was seen on the way."""
+class Participant:
+    """What the server knows of one client of a phase."""
 
-    gradient: Tensor
-    loss: float
-    accuracy: float | None
+    client: int
+    weight: float = 1.0
+    """w_i, as summed; NaN for one elsewhere that has yet to tell it, with its reply."""
+    share: float = 1.0
+    """p_i = w_i / Σ w."""
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """k_i of every keeping part by its label; none for a client never seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broadcast:
+    """What the server tells all clients of a phase."""
+
+    point: Point
+    round: int
+    algorithm: Combination
+    """With its schedules resolved for this round."""
+    lr: float = 0.0
+    gradient_examples: int | None = None
+    """How many of its examples a client takes its gradient at x of; None: all."""
+    participants: int = 0
+    """|S|; 0 when the server only measures."""
+    mean: Tensor | None = None
+    """ḡ, after a gradient phase."""
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    """s of every part that has one, by its label."""
+    one_by_one: bool = False
+    """Whether the server needs every client's own vector; else neighbours may be summed."""
+
+    def view(self, label: str, who: Participant, gradient: Tensor | None = None) -> ClientView:
+        """Return what the part with this label sees of a client."""
+        return ClientView(
+            x=self.point.x,
+            lr=self.lr,
+            weight=who.share,
+            participants=self.participants,
+            gradient=gradient,
+            mean_gradient=self.mean,
+            kept=who.kept.get(label),
+            shared=self.shared.get(label),
+        )
+
+    def plan(self, who: Participant, gradient: Tensor | None = None) -> Plan:
+        """Return a client's plan, given its gradient at x where that is written out. Nobody else makes plans."""
+        return self.algorithm.plan({part.label: self.view(part.label, who, gradient) for part in self.algorithm.parts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What one client answers, or several neighbours together: Σ w_i of their vectors is factor · vector.
+
+    Tensors are valid until the next reply is asked for.
+    """
+
+    clients: tuple[int, ...]
+    weights: tuple[float, ...]
+    vector: Tensor
+    factor: float
+    """w_i when the vector is a lone client's own, 1 when it is a sum."""
+    losses: tuple[float, ...]
+    """In a sum, NaN for a client whose vector is not finite."""
     examples: int
+    """Seen by all of them together."""
+    facts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Further numbers of every client, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientUpdate:
-    """Δ_i = y_K − y_0, the client's buffers after training, and what was seen on the way."""
+class Gradient(Reply):
+    """The vector is ∇f_i(x)."""
 
-    update: Tensor
+    accuracies: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(Reply):
+    """The vector is Δ_i = y_K − y_0; with it come the buffers after training."""
+
     floats: Tensor
+    """The clients' float buffers, summed as the vector is."""
     ints: Tensor
-    loss: float
-    steps: int
-    examples: int
-    total_step_size: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupGradient:
-    """Σ w_i ∇f_i(x) over a group of clients with weights w_i, each client's loss, and the examples of all."""
-
-    gradient: Tensor
-    losses: list[float]
-    examples: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupUpdate:
-    """Σ w_i Δ_i over a group of clients with weights w_i, the same sum of their buffers, and what was seen."""
-
-    update: Tensor
-    floats: Tensor
-    ints: Tensor
-    """The first client's, as for every average."""
-    weights: list[float]
-    losses: list[float]
-    steps: int
-    examples: int
+    """The first client's."""
+    steps: tuple[int, ...]
+    total_step_sizes: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +122,102 @@ class Score:
             correct=(self.correct or 0.0) + (other.correct or 0.0) if known else None,
             examples=self.examples + other.examples,
         )
+
+
+@dataclass(frozen=True)
+class CachedGradient:
+    """A client's gradient as it was left by whoever took it."""
+
+    vector: Tensor
+    """g_i itself, or the factors of it that ``fast.lockstep`` lays one after the other."""
+    rows: int | None = None
+    """How many rows the factors have; None when the vector is g_i."""
+    reply: Gradient | None = None
+    """The answer, when the client was alone: only then may it stand in for another phase at the same point."""
+
+
+class GradientCache:
+    """The clients' gradients at one point, where the clients' work is done; forgotten when the point moves.
+
+    It is never saved: what it held can be taken again, to the same bits.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[int, CachedGradient] = {}
+        self._x: Tensor | None = None
+        self._phase: tuple[object, ...] = ()
+
+    def begin(self, told: Broadcast, *, alone: bool) -> None:
+        """Begin a phase: forget all unless it is of the same gradients.
+
+        ``alone``: whether clients go one by one in all phases of this algorithm. Only then may measured gradients be a
+        round's: where clients go together, the bits of one depend on who is beside it, and a resumed run would differ.
+        """
+        phase = (told.round, told.gradient_examples, alone or told.participants > 0)
+        if told.point.x is not self._x or phase != self._phase:
+            self.entries.clear()
+        self._x, self._phase = told.point.x, phase
+
+    def put(self, client: int, *parts: Tensor, rows: int | None = None, reply: Gradient | None = None) -> None:
+        """Remember a client's gradient: one vector, or the parts of its factors with so many rows."""
+        vector = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+        self.entries[client] = CachedGradient(vector, rows, reply)
+
+    def get(self, client: int) -> CachedGradient | None:
+        """Return a client's gradient, None when it is not known."""
+        return self.entries.get(client)
+
+    def known(self, who: Participant) -> Gradient | None:
+        """Return the answer of a client whose gradient was taken alone at this point, with its weight of now."""
+        entry = self.entries.get(who.client)
+        if entry is None or entry.reply is None:
+            return None
+        return replace(entry.reply, weights=(who.weight,), factor=who.weight)
+
+
+# The four below go when no engine uses them any more.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientGradient:
+    """Gone soon: see ``Gradient``."""
+
+    gradient: Tensor
+    loss: float
+    accuracy: float | None
+    examples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientUpdate:
+    """Gone soon: see ``Update``."""
+
+    update: Tensor
+    floats: Tensor
+    ints: Tensor
+    loss: float
+    steps: int
+    examples: int
+    total_step_size: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupGradient:
+    """Gone soon: see ``Gradient``."""
+
+    gradient: Tensor
+    losses: list[float]
+    examples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupUpdate:
+    """Gone soon: see ``Update``."""
+
+    update: Tensor
+    floats: Tensor
+    ints: Tensor
+    weights: list[float]
+    losses: list[float]
+    steps: int
+    examples: int

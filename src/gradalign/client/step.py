@@ -6,11 +6,50 @@ read and written as few times as the formula needs, and a small one's cost is th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from gradalign.client.flat import FlatModel
-from gradalign.fast.linear import Products
+
+Factors = list[tuple[Tensor, Tensor]]
+"""Thin matrices (G, X) with a row for each example; the gradient is the sum of all Gᵀ·X."""
+
+
+class RecordingLayer(Protocol):
+    """A layer that leaves its weight's gradient as factors while ``recorded`` is a list."""
+
+    weight: Tensor
+    recorded: Factors | None
+
+
+class FactoredGradients:
+    """The gradients of large weights that layers leave as factors; of no layers unless ``fast.linear`` gives some."""
+
+    def __init__(self, layers: Iterable[RecordingLayer] = ()) -> None:
+        self._layers = {id(layer.weight): layer for layer in layers}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Leave gradients as factors inside the block."""
+        for layer in self._layers.values():
+            layer.recorded = []
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.recorded = None
+
+    def take(self, weight: Tensor) -> Factors:
+        """Return what was recorded for a weight since the last time."""
+        layer = self._layers.get(id(weight))
+        if layer is None or not layer.recorded:
+            return []
+        recorded, layer.recorded = layer.recorded, []
+        return recorded
 
 
 class LocalStep:
@@ -22,7 +61,7 @@ class LocalStep:
     def __init__(
         self,
         flat: FlatModel,
-        products: Products,
+        factored: FactoredGradients,
         z: Tensor,
         *,
         lr: float,
@@ -31,12 +70,12 @@ class LocalStep:
         momentum: float = 0.0,
         clip_norm: float | None = None,
     ) -> None:
-        self._flat, self._products = flat, products
+        self._flat, self._factored = flat, factored
         self._lr, self._decay, self._momentum, self._clip = lr, decay, momentum, clip_norm
         self._y, self._z = flat.views(flat.vector), flat.views(z)
         self._constant = None if constant is None else flat.views(constant)
         self._velocity: list[Tensor] | None = None
-        # Whether a product may go straight into z: nothing has to see the gradient itself, and decay acts on z.
+        # Whether factors may go straight into z: nothing has to see the gradient itself, and decay acts on z.
         self._straight = not momentum and clip_norm is None and (z is flat.vector or not decay)
         self._shrink = _Shrink(1.0 - lr * decay, z.dtype)
 
@@ -46,7 +85,7 @@ class LocalStep:
         if self._straight:
             self._shrink.go_on()
             for place, parameter in enumerate(self._flat.parameters):
-                self._move(place, parameter.grad, self._products.take(parameter))
+                self._move(place, parameter.grad, self._factored.take(parameter))
                 parameter.grad = None
             return
         directions = [self._gradient(parameter) for parameter in self._flat.parameters]
@@ -57,20 +96,20 @@ class LocalStep:
         for direction, z in zip(self._with_momentum(directions), self._z, strict=True):
             z.add_(direction, alpha=-self._lr)
 
-    def _move(self, place: int, gradient: Tensor | None, products: list[tuple[Tensor, Tensor]]) -> None:
-        """Move one parameter straight by its gradient and its products."""
+    def _move(self, place: int, gradient: Tensor | None, factors: Factors) -> None:
+        """Move one parameter straight by its gradient and its factors."""
         z, lr = self._z[place], self._lr
-        if not products:
+        if not factors:
             direction = _dense(gradient, z)
             self._add_affine_part(place, direction)
             z.add_(direction, alpha=-lr)
             return
         shrink = self._shrink.now
-        if shrink is None:  # as without products: decay is added to the gradient before the step is taken
-            (grad_output, inputs), *products = products
+        if shrink is None:  # as without factors: decay is added to the gradient before the step is taken
+            (grad_output, inputs), *factors = factors
             z.sub_(torch.addmm(z, grad_output.t(), inputs, beta=self._decay), alpha=lr)
             shrink = 1.0
-        for grad_output, inputs in products:
+        for grad_output, inputs in factors:
             z.addmm_(grad_output.t(), inputs, beta=shrink, alpha=-lr)
             shrink = 1.0
         if gradient is not None:
@@ -82,7 +121,7 @@ class LocalStep:
         """Return a parameter's whole gradient, in a tensor that may be changed, and take it away."""
         gradient = _dense(parameter.grad, parameter)
         parameter.grad = None
-        for grad_output, inputs in self._products.take(parameter):
+        for grad_output, inputs in self._factored.take(parameter):
             gradient.addmm_(grad_output.t(), inputs)
         return gradient
 
@@ -126,10 +165,10 @@ class _Shrink:
 
 
 @torch.no_grad()
-def hand_over_gradients(flat: FlatModel, products: Products, views: list[Tensor], *, add: bool) -> None:
+def hand_over_gradients(flat: FlatModel, factored: FactoredGradients, views: list[Tensor], *, add: bool) -> None:
     """Write or add the gradients that backward has left in the parameters to ``views``, and take them away."""
     for parameter, view in zip(flat.parameters, views, strict=True):
-        thin = products.take(parameter)
+        thin = factored.take(parameter)
         if parameter.grad is not None or not thin:
             dense = _dense(parameter.grad, parameter)
             view.add_(dense) if add else view.copy_(dense)

@@ -1,6 +1,6 @@
 """The inner loop: executes one plan on one client's data. The hot path.
 
-A ``LocalTrainer`` holds one model as flat vectors and does three things for a client: its gradient at x, its K local
+A ``ClientTrainer`` holds one model as flat vectors and does three things for a client: its gradient at x, its K local
 steps under a plan, and the evaluation of some examples. Every engine drives the same trainer, which is why they agree.
 """
 
@@ -8,26 +8,92 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradalign.algorithms.plan import Plan
+from gradalign.algorithms.plan import Combination, Plan
 from gradalign.client import LocalTraining
-from gradalign.client.exchange import ClientGradient, ClientUpdate, Score
+from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import FlatModel, Point
-from gradalign.client.step import LocalStep, hand_over_gradients
-from gradalign.errors import GradalignError
-from gradalign.fast.linear import Products, keep_products
-from gradalign.fast.stacks import run_stacks_faster
+from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradients
+from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.batches import map_tensors
 from gradalign.tasks.data import Examples
-from gradalign.tasks.task import Task, predict
+from gradalign.tasks.task import Task
 
 CHUNK = 300  # examples that the gradient phase takes at once: what an LSTM leaves behind for more outgrows the caches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """All that the clients' work depends on, besides what a round's server says.
+
+    Attributes:
+        task: What is trained.
+        local: How a client trains.
+        seed: The seed of everything random.
+        device: Where the model runs.
+        fast: Use faster ways of computing that give the same result up to rounding.
+        clients_per_round: How many clients a round has; many of them may train together.
+        algorithm: What will be trained by, where it is known: worker processes then start with its classes.
+    """
+
+    task: Task
+    local: LocalTraining
+    seed: int = 0
+    device: torch.device | str = "cpu"
+    fast: bool = True
+    clients_per_round: int = 0
+    algorithm: Combination | None = None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread inside the block.
+
+    Workers have one thread each, and sums over several threads round differently: this is what makes the
+    in-process engine give the workers' bits.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def named_failure(where: str) -> Iterator[None]:
+    """Turn what user code raises into a ClientError that says for whom."""
+    try:
+        with no_exit(f"the code for {where}"):
+            yield
+    except GradalignError:
+        raise
+    except Exception as error:
+        raise ClientError(f"{where} failed: {type(error).__name__}: {error}") from error
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """Return a device that torch knows and this machine has, or say in one sentence why nothing can run there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise GradalignError(f'"{device}" is not a device; give for example "cpu" or "cuda:0"') from None
+    if found.type == "meta":
+        raise GradalignError('the device "meta" holds no numbers; give for example "cpu" or "cuda:0"')
+    try:
+        torch.zeros(1, device=found).add_(1)
+    except Exception as error:  # every backend has errors of its own for not being here
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise GradalignError(f'the device "{device}" cannot be used here: {reason}; give for example "cpu"') from None
+    return found
 
 
 def shuffled_passes(examples: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -49,28 +115,18 @@ def gradient_rows(examples: int, limit: int | None, seed: int, round_index: int,
     return torch.randperm(examples, generator=torch_stream(seed, Purpose.SHUFFLE, round_index, client))[:limit]
 
 
-class LocalTrainer:
-    """Does a client's work on one model; not thread-safe."""
+class ClientTrainer:
+    """Does a client's work on one model; not thread-safe.
 
-    def __init__(
-        self,
-        task: Task,
-        local: LocalTraining,
-        seed: int,
-        device: torch.device | str = "cpu",
-        *,
-        fast: bool = True,
-    ) -> None:
-        self.task, self.local, self.seed, self.fast = task, local, seed, fast
-        self.device = torch.device(device)
-        model = task.make_model(seed, self.device)
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        if fast and self.device.type == "cpu":
-            if task.predict is predict and local.precision is None:
-                keep_products(model)
-            run_stacks_faster(model)
+    ``prepare`` makes a new model faster, in place; ``gradalign.fast.client_trainer`` gives it.
+    """
+
+    def __init__(self, setup: Setup, prepare: Callable[[nn.Module, Setup], FactoredGradients] | None = None) -> None:
+        self.task, self.local, self.seed = setup.task, setup.local, setup.seed
+        self.device = torch.device(setup.device)
+        model = setup.task.make_model(setup.seed, self.device)
+        self.factored = FactoredGradients() if prepare is None else prepare(model, setup)
         self.flat = FlatModel(model)
-        self.products = Products(model)
         self.dtype = self.flat.vector.dtype
 
     def _place(self, batch: Any) -> Any:
@@ -99,98 +155,78 @@ class LocalTrainer:
         most = max(2 * self.local.batch_for(examples), CHUNK)
         return index.tensor_split(math.ceil(len(index) / most))
 
-    def gradient(
-        self,
-        point: Point,
-        examples: Examples,
-        *,
-        client: int,
-        round_index: int,
-        limit: int | None = None,
-        out: Tensor | None = None,
-    ) -> ClientGradient:
-        """Return ∇f_i(x) over the whole client or its first ``limit`` shuffled examples, in ``out`` when given.
+    @contextmanager
+    def _at(self, point: Point, purpose: Purpose, *keys: int) -> Iterator[None]:
+        """Differentiate from the server's point inside the block, with the random numbers of this purpose."""
+        self.flat.load(point)
+        self.flat.module.train()
+        self.flat.drop_gradients()
+        with self.factored.recording(), torch.enable_grad(), global_stream(self.seed, purpose, *keys):
+            yield
+
+    def gradient(self, told: Broadcast, who: Participant, examples: Examples, out: Tensor | None = None) -> Gradient:
+        """Return ∇f_i(x) over the whole client, or its first ``gradient_examples``, in ``out`` when given.
 
         Buffers stay as they are.
         """
-        count = len(examples)
-        index = gradient_rows(count, limit, self.seed, round_index, client)
-        flat = self.flat
-        flat.load(point)
-        flat.module.train()
-        flat.drop_gradients()
-        gradient = torch.empty_like(flat.vector) if out is None else out
-        views = flat.views(gradient)
+        index = gradient_rows(len(examples), told.gradient_examples, self.seed, told.round, who.client)
+        gradient = torch.empty_like(self.flat.vector) if out is None else out
+        views = self.flat.views(gradient)
         loss_sum, correct, known = 0.0, 0.0, True
-        with (
-            self.products.kept(),
-            torch.enable_grad(),
-            global_stream(self.seed, Purpose.GRADIENT, round_index, client),
-        ):
-            for part, rows in enumerate(self.gradient_parts(index, count)):
+        with self._at(told.point, Purpose.GRADIENT, told.round, who.client):
+            for part, rows in enumerate(self.gradient_parts(index, len(examples))):
                 share = len(rows) / len(index)
                 loss, outputs, targets = self.loss(examples.batch(rows))
                 (loss * share).backward()
-                hand_over_gradients(flat, self.products, views, add=part > 0)
+                hand_over_gradients(self.flat, self.factored, views, add=part > 0)
                 loss_sum += float(loss.detach()) * share
                 accuracy = self.task.accuracy(outputs, targets)
                 known = known and accuracy is not None
                 correct += float(accuracy or 0.0) * share
-        return ClientGradient(
-            gradient=gradient,
-            loss=loss_sum,
-            accuracy=correct if known else None,
+        return Gradient(
+            clients=(who.client,),
+            weights=(who.weight,),
+            vector=gradient,
+            factor=who.weight,
+            losses=(loss_sum,),
+            accuracies=(correct if known else None,),
             examples=len(index),
         )
 
     def train(
-        self,
-        point: Point,
-        plan: Plan,
-        examples: Examples,
-        *,
-        client: int,
-        round_index: int,
-        lr: float,
-        out: Tensor | None = None,
-    ) -> ClientUpdate:
+        self, told: Broadcast, who: Participant, plan: Plan, examples: Examples, out: Tensor | None = None
+    ) -> Update:
         """Execute a plan from the server's point and report Δ_i, in ``out`` when that is given."""
         count = len(examples)
         steps = self.local.steps_for(count)
-        batches = shuffled_batches(
-            count, self.local.batch_for(count), torch_stream(self.seed, Purpose.SHUFFLE, round_index, client)
-        )
-        flat = self.flat
-        flat.load(point)
-        flat.module.train()
-        flat.drop_gradients()
-        with (
-            self.products.kept(),
-            torch.enable_grad(),
-            global_stream(self.seed, Purpose.TRAIN, round_index, client),
-        ):
-            update, loss, seen = self._walk(point, plan, itertools.islice(batches, steps), examples, lr, out)
-        floats, ints = flat.read_buffers()
-        return ClientUpdate(
-            update=update,
+        stream = torch_stream(self.seed, Purpose.SHUFFLE, told.round, who.client)
+        batches = itertools.islice(shuffled_batches(count, self.local.batch_for(count), stream), steps)
+        with self._at(told.point, Purpose.TRAIN, told.round, who.client):
+            update, loss, seen = self._walk(told, plan, batches, examples, out)
+        floats, ints = self.flat.read_buffers()
+        return Update(
+            clients=(who.client,),
+            weights=(who.weight,),
+            vector=update,
+            factor=who.weight,
+            losses=(loss / steps,),
+            examples=seen,
             floats=floats,
             ints=ints,
-            loss=loss / steps,
-            steps=steps,
-            examples=seen,
-            total_step_size=self.local.total_step_size(lr, steps),
+            steps=(steps,),
+            total_step_sizes=(self.local.total_step_size(told.lr, steps),),
         )
 
     def _walk(
-        self, point: Point, plan: Plan, batches: Iterator[Tensor], examples: Examples, lr: float, out: Tensor | None
+        self, told: Broadcast, plan: Plan, batches: Iterator[Tensor], examples: Examples, out: Tensor | None
     ) -> tuple[Tensor, float, int]:
         """Take the local steps from ``flat.vector`` = x; return Δ, the sum of the losses and the examples seen.
 
         y, where gradients are taken, is ``flat.vector``. With the displacement inside every step the client's own
         point is z = y − v; with the displacement at the start it is y itself.
         """
-        y = self.flat.vector
-        shift = None if plan.displacement is None else self.flat.inward(plan.displacement)
+        y, displacement = self.flat.vector, plan.displaced(None)
+        shift = None if displacement is None else self.flat.inward(displacement)
         constant = None if plan.correction is None else self.flat.inward(plan.correction)
         if plan.pull:
             constant = -plan.pull * y if constant is None else constant - plan.pull * y
@@ -199,12 +235,13 @@ class LocalTrainer:
         if shift is not None and not inside:
             y.add_(shift)
         displaced = shift is not None and not inside
-        start = z.clone() if displaced or self.device.type != "cpu" else point.x  # without displacement, z starts at x
+        # Without displacement, z starts at x.
+        start = z.clone() if displaced or self.device.type != "cpu" else told.point.x
         step = LocalStep(
             self.flat,
-            self.products,
+            self.factored,
             z,
-            lr=lr,
+            lr=told.lr,
             decay=self.local.weight_decay + plan.pull,
             constant=constant,
             momentum=self.local.momentum,
@@ -236,3 +273,10 @@ class LocalTrainer:
             correct=None if accuracy is None else float(accuracy) * len(rows),
             examples=len(rows),
         )
+
+
+def LocalTrainer(task: Task, local: LocalTraining, seed: int, device: Any = "cpu", *, fast: bool = True) -> Any:
+    """Gone soon: see ``gradalign.fast.client_trainer``."""
+    from gradalign.fast import client_trainer
+
+    return client_trainer(Setup(task=task, local=local, seed=seed, device=device, fast=fast))

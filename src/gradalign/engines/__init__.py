@@ -1,32 +1,48 @@
-"""Engines: the machines that carry out what an algorithm plans.
+"""Engines: the machines that do what the server asks of its clients.
 
-An engine gathers the clients' gradients, lets them train under plans, and evaluates; it knows nothing of algorithms.
-Replies come in the order in which the clients were asked for, whatever order the work was done in. A client that does
-not answer is left out.
+An engine hands on a ``Broadcast`` and the ``Participant``s, and brings back replies. Plans are made where the clients'
+work is done, by ``gradalign.fast.Group``: in this process, in a worker, on a rank of a job, at a Flower node.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
-from gradalign.algorithms.plan import ClientView, Combination, Plan, Shift
-from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
-from gradalign.client.flat import Point
+if TYPE_CHECKING:
+    from gradalign.algorithms.plan import ClientView, Combination, Plan
+    from gradalign.client.exchange import (
+        Broadcast,
+        ClientUpdate,
+        Gradient,
+        GroupGradient,
+        GroupUpdate,
+        Participant,
+        Score,
+        Update,
+    )
+    from gradalign.client.flat import Point
+
+_SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Engine(Protocol):
-    """What every engine offers. A reply's vectors are valid until the next reply is asked for: copy what you keep."""
+    """What every engine offers. Replies come in the participants' order; one that does not answer is left out.
 
-    def gradients(
-        self, point: Point, clients: Sequence[int], *, round_index: int, limit: int | None = None
-    ) -> Iterator[tuple[int, ClientGradient]]:
-        """Yield (client, ∇f_i(x)) for every client."""
+    A reply's tensors are valid until the next reply is asked for: copy what you hold on to.
+    """
 
-    def train(
-        self, point: Point, plans: Iterable[tuple[int, Plan]], *, round_index: int, lr: float
-    ) -> Iterator[tuple[int, ClientUpdate]]:
-        """Yield (client, Δ_i) for every planned client; plans are asked for as they are needed."""
+    attempts: int
+    """How often a round is played before too few answers end the run; 1 where clients cannot fail to answer."""
+    failures: Mapping[int, str]
+    """Why clients were left out of the last phase."""
+
+    def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
+        """Yield ∇f_i(x), of every client or summed over neighbours; each g_i is remembered where it was taken."""
+
+    def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
+        """Yield Δ_i, of every client or summed over neighbours; participants are asked for as they are needed."""
 
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""
@@ -39,26 +55,46 @@ class Engine(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
+class LocalClients:
+    """What engines have in common whose clients always answer: one attempt, no failures, closed by ``with``."""
+
+    attempts = 1
+    failures: Mapping[int, str] = {}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def under_torchrun() -> bool:
+    """Return whether a launcher has made this process one rank of a job."""
+    return all(name in os.environ for name in _SET_BY_TORCHRUN)
+
+
+def rank() -> int:
+    """Return this process's rank; 0 when it is alone."""
+    return int(os.environ["RANK"]) if under_torchrun() else 0
+
+
+# The two below go when no engine and no caller asks for them any more.
+
+
 @runtime_checkable
 class SummingEngine(Protocol):
-    """An engine that can add up what neighbouring clients report where it is made.
+    """Gone soon: every engine may sum, see ``Broadcast.one_by_one``."""
 
-    Enough for an algorithm that keeps nothing of single clients, and less to carry: one vector instead of many.
-    """
+    def sums(self, shifted: bool) -> bool: ...
 
-    def sums(self, shifted: bool) -> bool:
-        """Return whether that gains anything for this task, for plans that are shifts or for any plans."""
-
-    def keeps_gradients(self, clients: Sequence[int]) -> bool:
-        """Return whether ``gradient_sums`` and ``train_sums`` with a shift can be had for these clients."""
+    def keeps_gradients(self, clients: Sequence[int]) -> bool: ...
 
     def gradient_sums(
         self, point: Point, clients: Sequence[tuple[int, float]], *, round_index: int, limit: int | None = None
-    ) -> Iterator[tuple[list[int], GroupGradient]]:
-        """Yield (clients, Σ w_i ∇f_i(x)) for groups of clients, given every client's weight.
-
-        Every client's own gradient is kept for a ``train_sums`` with a shift in the same round.
-        """
+    ) -> Iterator[tuple[list[int], GroupGradient]]: ...
 
     def train_sums(
         self,
@@ -67,26 +103,16 @@ class SummingEngine(Protocol):
         *,
         round_index: int,
         lr: float,
-        shift: Shift | None = None,
-    ) -> Iterator[tuple[list[int], GroupUpdate]]:
-        """Yield (clients, Σ w_i Δ_i) for groups of clients, given every client's plan and weight.
-
-        With a shift, the plans are empty and every client is displaced by the shift's common part and its own gradient.
-        """
+        shift: object = None,
+    ) -> Iterator[tuple[list[int], GroupUpdate]]: ...
 
 
 @runtime_checkable
 class RemoteEngine(Protocol):
-    """An engine whose clients are elsewhere: they keep what is theirs, make their own plans, and may fail.
-
-    It is an ``Engine`` that is given what plans are made from instead of plans, so that it sends a client only what the
-    client does not hold itself (ḡ and s, but neither g_i nor k_i).
-    """
+    """Gone soon: ``attempts`` and ``failures`` are every engine's."""
 
     attempts: int
-    """How often a round is played before too few answers end the run."""
     failures: Mapping[int, str]
-    """Why the clients left out of the last phase were left out."""
 
     def train_views(
         self,
@@ -96,5 +122,4 @@ class RemoteEngine(Protocol):
         *,
         round_index: int,
         lr: float,
-    ) -> Iterator[tuple[int, ClientUpdate]]:
-        """Yield (client, Δ_i) for every client that answers; views hold each part's view under its label."""
+    ) -> Iterator[tuple[int, ClientUpdate]]: ...

@@ -20,7 +20,7 @@ import torch
 import torch.multiprocessing
 
 from gradalign import stopping
-from gradalign.algorithms.plan import Plan, Shift
+from gradalign.algorithms.plan import Plan
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate, Score
 from gradalign.client.flat import Point
@@ -287,7 +287,7 @@ class PoolEngine:
         *,
         round_index: int,
         lr: float,
-        shift: Shift | None = None,
+        shift: object = None,
     ) -> Iterator[tuple[list[int], GroupUpdate]]:
         """Yield (clients, Σ w_i Δ_i) for groups of clients."""
         self._buffers.point.copy_(point.moved(None if shift is None else shift.common))

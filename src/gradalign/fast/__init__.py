@@ -1,5 +1,267 @@
-"""Many clients at once: cohorts of a small model as batched products, a few clients of a larger one in lockstep.
+"""Every faster way of doing the clients' work, behind one entry: ``Group``. Results are the plain way's up to rounding.
 
-Which clients go together depends on their order alone, so the bits do not depend on the number of workers. The results
-are those of the per-client path up to rounding. What these trainers cannot do takes that path.
+| way        | for which models                                         | gain      | lines |
+|------------|----------------------------------------------------------|-----------|-------|
+| `cohort`   | at most 60,000 parameters, linear and element-wise layers | see below | 396 |
+| `lockstep` | a linear layer of 2¹⁷ numbers or more, batches of ≤ 32    | see below | 258 |
+| `linear`   | the same, one client at a time, any plan                  | see below | 236 |
+| `stacks`   | convolutions with pooling, channels innermost             | see below | 218 |
+| `spectrum` | convolutions of small images with large windows           | see below | 238 |
+
+Measured gains are in docs/benchmarks.md. ``eligible`` decides by structure alone who may enter; whatever a way cannot
+do takes the per-client path, ``client.trainer``. Which clients go together depends on their order alone, so the bits do
+not depend on the number of workers.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gradalign.algorithms.plan import Blend, Plan
+from gradalign.client.exchange import (
+    Broadcast,
+    CachedGradient,
+    Gradient,
+    GradientCache,
+    Participant,
+    Score,
+    Update,
+)
+from gradalign.client.flat import Point
+from gradalign.client.step import FactoredGradients
+from gradalign.client.trainer import ClientTrainer, Setup, named_failure
+from gradalign.errors import GradalignError
+from gradalign.fast.cohort import COHORT, CohortTrainer
+from gradalign.fast.eligible import cohort_layers, lockstep_model, side_by_side
+from gradalign.fast.linear import record_factors
+from gradalign.fast.lockstep import TOGETHER, LockstepTrainer
+from gradalign.fast.stacks import run_stacks_faster
+from gradalign.tasks.data import Examples, PartitionedClients
+from gradalign.tasks.task import predict
+
+EVALUATION_CHUNK = 1000
+Item = TypeVar("Item")
+
+
+def evaluation_spans(examples: int) -> list[tuple[int, int]]:
+    """Return where the fixed chunks in which test examples are evaluated begin and end, whoever does it."""
+    return [(first, min(first + EVALUATION_CHUNK, examples)) for first in range(0, examples, EVALUATION_CHUNK)]
+
+
+def groups(items: Iterable[Item], width: int) -> Iterator[list[Item]]:
+    """Cut a sequence into lists of ``width``, the last one shorter."""
+    group: list[Item] = []
+    for item in items:
+        group.append(item)
+        if len(group) == width:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def prepare(model: nn.Module, setup: Setup) -> FactoredGradients:
+    """Make a model's layers faster, in place, where the setup allows it."""
+    if not setup.fast or torch.device(setup.device).type != "cpu":
+        return FactoredGradients()
+    plain = setup.task.predict is predict and setup.local.precision is None
+    factored = record_factors(model) if plain else FactoredGradients()
+    run_stacks_faster(model)
+    return factored
+
+
+def client_trainer(setup: Setup) -> ClientTrainer:
+    """Return a trainer of single clients whose model is as fast as it can be."""
+    return ClientTrainer(setup, prepare)
+
+
+class Group:
+    """Does the work of neighbouring clients in one process: one by one, as a cohort, or in lockstep.
+
+    With ``out``, the k-th reply's vector is written to ``out[k]``; the cache must then copy what it is given.
+    """
+
+    def __init__(self, setup: Setup, cache: GradientCache | None = None) -> None:
+        self.setup = setup
+        self.cache = GradientCache() if cache is None else cache
+        self.one = client_trainer(setup)
+        # With few clients a round the per-client loop is quick enough, and gives the bits of every other engine.
+        many = setup.clients_per_round >= COHORT and setup.local.precision is None
+        together = setup.fast and many and self.one.device.type == "cpu"
+        layers = cohort_layers(setup.task, self.one.flat.module) if together else None
+        self.cohort = None if layers is None else CohortTrainer(setup, layers)
+        model = lockstep_model(setup) if together and layers is None else None
+        self.lockstep = None if model is None else LockstepTrainer(setup, model)
+        self._moved: tuple[Broadcast, Blend, Broadcast] | None = None
+
+    def width(self, told: Broadcast) -> int:
+        """Return how many clients go together, by the task, the settings and the algorithm alone."""
+        if self.cohort is not None:
+            return COHORT
+        summed = told.algorithm.only_displaces and not told.one_by_one
+        return TOGETHER if self.lockstep is not None and summed else 1
+
+    def room(self, told: Broadcast, clients: Sequence[int]) -> int:
+        """Return how many numbers the longest gradient that is put into the cache for these clients has."""
+        whole = self.one.flat.vector.numel()
+        if self.lockstep is None or self.width(told) == 1:
+            return whole
+        sizes = self._sizes(clients)
+        if sizes is None or not self.lockstep.fits(sizes, with_gradients=True):
+            return whole
+        return self.lockstep.factors.length(max(self.lockstep.gradient_rows(size) for size in sizes))
+
+    def _sizes(self, clients: Sequence[int]) -> list[int] | None:
+        """Return how many examples each of these clients has when they are all of one kind, else None.
+
+        Clients that are made on demand are not made for it.
+        """
+        everyone, sizes = self.setup.task.clients, self.setup.task.sizes
+        if isinstance(everyone, PartitionedClients) and sizes is not None:
+            # Cut from the same tensors: one tells for all.
+            return sizes[list(clients)].tolist() if side_by_side(self._examples(clients[:1])) else None
+        examples = side_by_side(self._examples(clients)) if isinstance(everyone, list | tuple) else None
+        return [len(one) for one in examples] if examples else None
+
+    def _examples(self, clients: Sequence[int]) -> list[Examples]:
+        task, seed = self.setup.task, self.setup.seed
+        try:
+            return [task.client(client, seed) for client in clients]
+        except (Exception, SystemExit):  # whose is it? One at a time, to say so
+            found = []
+            for client in clients:
+                with named_failure(f"client {client}"):
+                    found.append(task.client(client, seed))
+            return found
+
+    def begin(self, told: Broadcast) -> None:
+        """Begin a phase: gradients of another point or phase are forgotten."""
+        alone = self.cohort is None and (self.lockstep is None or not told.algorithm.only_displaces)
+        self.cache.begin(told, alone=alone)
+
+    def gradients(
+        self, told: Broadcast, who: Sequence[Participant], out: Sequence[Tensor] | None = None
+    ) -> list[Gradient]:
+        """Return ∇f_i(x) of every client of a group, or their sum; the cache remembers each where a plan may use it."""
+        self.begin(told)
+        known = self.cache.known(who[0]) if len(who) == 1 else None
+        return self._take(told, who, out) if known is None else [known]
+
+    def _take(self, told: Broadcast, who: Sequence[Participant], out: Sequence[Tensor] | None) -> list[Gradient]:
+        cache = self.cache if told.algorithm.uses_own_gradient else None
+        examples = self._examples([one.client for one in who])
+        together = side_by_side(examples) if self.width(told) > 1 else None
+        way: CohortTrainer | LockstepTrainer | None = self.cohort or self.lockstep
+        if self.lockstep is not None and together is not None:
+            fits = self.lockstep.fits([len(one) for one in together], with_gradients=True)
+            way = self.lockstep if fits else None
+        if way is not None and together is not None:
+            with named_failure(f"clients {who[0].client} to {who[-1].client}"):
+                return way.gradients(told, who, together, cache, out)
+        replies = []
+        for place, (one, own) in enumerate(zip(who, examples, strict=True)):
+            with named_failure(f"client {one.client}"):
+                reply = self.one.gradient(told, one, own, None if out is None else out[place])
+            if cache is not None:
+                cache.put(one.client, reply.vector.cpu(), reply=reply)
+            replies.append(reply)
+        return replies
+
+    def train(self, told: Broadcast, who: Sequence[Participant], out: Sequence[Tensor] | None = None) -> list[Update]:
+        """Make every client's plan and carry it out; return every Δ_i, or their sum."""
+        self.begin(told)
+        taken = self._take_missing(told, who) if told.algorithm.uses_own_gradient else {}
+        examples = self._examples([one.client for one in who])
+        together = self._train_together(told, who, examples, out) if self.width(told) > 1 else None
+        replies = together or [
+            self._train_one(told, one, own, None if out is None else out[place])
+            for place, (one, own) in enumerate(zip(who, examples, strict=True))
+        ]
+        if not taken:
+            return replies
+        return [replace(r, examples=r.examples + sum(taken.get(c, 0) for c in r.clients)) for r in replies]
+
+    def _take_missing(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, int]:
+        """Take the gradients at x that nobody has taken yet; return the examples that each reply's first client saw."""
+        missing = [one for one in who if self.cache.get(one.client) is None]
+        replies = self._take(told, missing, None) if missing else []
+        return {reply.clients[0]: reply.examples for reply in replies}
+
+    def _train_one(self, told: Broadcast, one: Participant, examples: Examples, out: Tensor | None) -> Update:
+        with named_failure(f"client {one.client}"):
+            plan = self._plan(told, one)
+            return self.one.train(told, one, plan.written_out(self._dense(plan, one.client)), examples, out)
+
+    def _plan(self, told: Broadcast, one: Participant) -> Plan:
+        own = self.cache.get(one.client) if told.algorithm.uses_own_gradient else None
+        return told.plan(one, None if own is None or own.rows is not None else own.vector)
+
+    def _dense(self, plan: Plan, client: int) -> Tensor | None:
+        """Return g_i itself where the plan leaves it to be filled in."""
+        own = self.cache.get(client) if isinstance(plan.displacement, Blend) else None
+        if own is None or own.rows is None or self.lockstep is None:
+            return None if own is None else own.vector
+        return self.lockstep.factors.dense(own)
+
+    def _train_together(
+        self, told: Broadcast, who: Sequence[Participant], examples: Sequence[Examples], out: Sequence[Tensor] | None
+    ) -> list[Update] | None:
+        """Train a group as a cohort or in lockstep, None when these clients or plans cannot go together."""
+        together = side_by_side(examples)
+        if together is None:
+            return None
+        with named_failure(f"clients {who[0].client} to {who[-1].client}"):
+            plans = [self._plan(told, one) for one in who]
+            way: CohortTrainer | LockstepTrainer | None = self.cohort
+            if self.lockstep is not None:
+                plain = not any(plan.pull or plan.correction is not None for plan in plans)
+                fits = plain and self.lockstep.fits([len(one) for one in together], with_gradients=False)
+                way = self.lockstep if fits else None
+            if way is None or len({(plan.pull, plan.every_step) for plan in plans}) > 1:
+                return None
+            blend, gradients = self._split(told, who, plans)
+            if blend is None:
+                whole = [plan.written_out(self._dense(plan, one.client)) for plan, one in zip(plans, who, strict=True)]
+                return way.train(told, who, whole, together, out)
+            nothing = [Plan()] * len(who)
+            return way.train(
+                self._displaced(told, blend), who, nothing, together, out, along=blend.own, gradients=gradients
+            )
+
+    def _split(
+        self, told: Broadcast, who: Sequence[Participant], plans: Sequence[Plan]
+    ) -> tuple[Blend | None, list[CachedGradient]]:
+        """Return what displaces all clients of a group alike, if anything does, and their own gradients.
+
+        In a sum, x is moved by the common part once for all. It makes no difference to Δ_i whether every step is.
+        """
+        blend, factored = plans[0].displacement, self.lockstep is not None
+        if told.one_by_one or not told.algorithm.only_displaces or not isinstance(blend, Blend):
+            return None, []
+        same = (id(blend.common), blend.own, blend.others)
+        for other in (plan.displacement for plan in plans):
+            if not isinstance(other, Blend) or (id(other.common), other.own, other.others) != same:
+                return None, []
+        found = [self.cache.get(one.client) for one in who] if blend.own else []
+        gradients = [own for own in found if own is not None and (own.rows is not None) == factored]
+        return (blend, gradients) if len(gradients) == len(found) else (None, [])
+
+    def _displaced(self, told: Broadcast, blend: Blend) -> Broadcast:
+        """Return the broadcast with x moved by the common part of a displacement; made once for a phase."""
+        if self._moved is None or self._moved[0] is not told or self._moved[1].common is not blend.common:
+            point = told.point.moved(-blend.others * blend.common)
+            self._moved = told, blend, replace(told, point=point)
+        return self._moved[2]
+
+    def evaluate(self, point: Point, start: int, stop: int) -> Score:
+        """Return the score on test examples from ``start`` to ``stop``."""
+        examples = self.setup.task.test_examples
+        if examples is None:
+            raise GradalignError("the task has no test examples")
+        with named_failure("the evaluation"):
+            return self.one.evaluate(point, examples, torch.arange(start, stop))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradalign.client import LocalTraining
-from gradalign.client.exchange import GroupUpdate
-from gradalign.client.trainer import gradient_rows, shuffled_passes
+from gradalign.client.exchange import Broadcast, Participant, Update
+from gradalign.client.trainer import Setup, gradient_rows, shuffled_passes
 from gradalign.fast.products import cross_entropies
 from gradalign.seeding import Purpose, stream_seeds
 from gradalign.tasks.data import TensorExamples
@@ -35,17 +35,43 @@ class Batches:
     active: list[Tensor | None] = field(default_factory=list)
     """None while every client still steps; else 1 for those that do."""
 
-    def report(self, update: Tensor, weights: Sequence[float], losses: Tensor) -> GroupUpdate:
-        """Return a group's answer, given Σ w_i Δ_i and each client's losses summed over its steps; no buffers."""
-        return GroupUpdate(
-            update=update,
-            floats=update.new_empty(0),
+    def report(
+        self,
+        setup: Setup,
+        told: Broadcast,
+        who: Sequence[Participant],
+        vector: Tensor,
+        losses: Tensor,
+        alone: int | None = None,
+    ) -> Update:
+        """Return a group's answer, or that of one of its members alone; such models have no buffers.
+
+        Args:
+            setup: For the local steps' settings.
+            told: For the learning rate.
+            who: The group.
+            vector: Σ w_i Δ_i, or Δ_i of the member alone.
+            losses: Each client's, summed over its steps.
+            alone: The member's place in the group.
+        """
+        own = slice(None) if alone is None else slice(alone, alone + 1)
+        steps = self.steps[own]
+        return Update(
+            **members(who[own]),
+            vector=vector,
+            factor=1.0 if alone is None else who[alone].weight,
+            losses=tuple(loss / count for loss, count in zip(losses[own].tolist(), steps, strict=True)),
+            examples=sum(self.seen[own]),
+            floats=vector.new_empty(0),
             ints=torch.empty(0, dtype=torch.int64),
-            weights=list(weights),
-            losses=[loss / steps for loss, steps in zip(losses.tolist(), self.steps, strict=True)],
-            steps=sum(self.steps),
-            examples=sum(self.seen),
+            steps=tuple(steps),
+            total_step_sizes=tuple(setup.local.total_step_size(told.lr, count) for count in steps),
         )
+
+
+def members(who: Sequence[Participant]) -> dict[str, Any]:
+    """Return the fields of an answer that say whose it is."""
+    return {"clients": tuple(one.client for one in who), "weights": tuple(one.weight for one in who)}
 
 
 def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
@@ -76,30 +102,30 @@ def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype)
 
 
 def gradient_batches(
-    examples: Sequence[TensorExamples], clients: Sequence[int], limit: int | None, seed: int, round_index: int
+    setup: Setup, told: Broadcast, who: Sequence[Participant], examples: Sequence[TensorExamples]
 ) -> list[Tensor]:
     """Return the rows of every client's gradient phase: those of the per-client path."""
-    pairs = zip(examples, clients, strict=True)
-    return [gradient_rows(len(one), limit, seed, round_index, client) for one, client in pairs]
+    return [
+        gradient_rows(len(own), told.gradient_examples, setup.seed, told.round, one.client)
+        for own, one in zip(examples, who, strict=True)
+    ]
 
 
 def plan_batches(
-    local: LocalTraining,
-    seed: int,
+    setup: Setup,
+    told: Broadcast,
+    who: Sequence[Participant],
     sizes: Sequence[int],
     starts: Sequence[int],
-    clients: Sequence[int],
-    *,
-    round_index: int,
     dtype: torch.dtype,
 ) -> Batches:
     """Lay out all steps; the batches are those of the per-client path."""
-    seeds = stream_seeds(seed, Purpose.SHUFFLE, round_index, last=clients)
+    seeds = stream_seeds(setup.seed, Purpose.SHUFFLE, told.round, last=[one.client for one in who])
     steps, lengths = [], []
     for size in sizes:
-        width = local.batch_for(size)
+        width = setup.local.batch_for(size)
         one_pass = [min(width, size - first) for first in range(0, size, width)]
-        steps.append(local.steps_for(size))
+        steps.append(setup.local.steps_for(size))
         lengths.append(list(itertools.islice(itertools.cycle(one_pass), steps[-1])))
     seen = [sum(own) for own in lengths]
     orders = _orders(seeds, sizes, [-(-count // size) for count, size in zip(seen, sizes, strict=True)])

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client import LocalTraining
-from gradalign.client.exchange import ClientGradient, ClientUpdate, GroupGradient, GroupUpdate
-from gradalign.client.flat import Point, all_finite
+from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Participant, Update
+from gradalign.client.flat import all_finite
+from gradalign.client.trainer import Setup
 from gradalign.fast.batches import (
     Batches,
     client_losses,
     gather,
     gradient_batches,
+    members,
     nonfinite_members,
     pad,
     plan_batches,
@@ -31,7 +32,6 @@ from gradalign.fast.batches import (
 )
 from gradalign.fast.products import own_product, shared_product, stepping_product
 from gradalign.tasks.data import TensorExamples
-from gradalign.tasks.task import Task
 
 COHORT = 25
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -41,9 +41,8 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class CohortTrainer:
     """Trains cohorts of clients of one task."""
 
-    def __init__(self, task: Task, local: LocalTraining, seed: int, layers: list[nn.Module]) -> None:
-        self.task, self.local, self.seed = task, local, seed
-        self.layers = layers
+    def __init__(self, setup: Setup, layers: list[nn.Module]) -> None:
+        self.setup, self.local, self.layers = setup, setup.local, layers
         self.shapes = [p.shape for layer in layers for p in layer.parameters()]
         self.dtype = next(p.dtype for layer in layers for p in layer.parameters())
 
@@ -103,147 +102,104 @@ class CohortTrainer:
 
     def gradients(
         self,
-        point: Point,
+        told: Broadcast,
+        who: Sequence[Participant],
         examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        round_index: int,
-        limit: int | None,
-    ) -> list[ClientGradient]:
+        cache: GradientCache | None,
+        out: Sequence[Tensor] | None,
+    ) -> list[Gradient]:
         """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
-        vectors, losses, accuracy, counts = self._gradients(point, examples, clients, round_index, limit)
+        inputs, targets, starts = gather(examples, self.dtype)
+        taken = gradient_batches(self.setup, told, who, examples)
+        counts = [len(own) for own in taken]
+        vectors, losses, accuracies = self._gradients(told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
+        if cache is not None:
+            for one, vector in zip(who, vectors, strict=True):
+                cache.put(one.client, vector)
+        if told.one_by_one:
+            return [
+                Gradient(
+                    **members([one]),
+                    vector=vectors[i] if out is None else out[i].copy_(vectors[i]),
+                    factor=one.weight,
+                    losses=(float(losses[i]),),
+                    accuracies=(float(accuracies[i]),),
+                    examples=counts[i],
+                )
+                for i, one in enumerate(who)
+            ]
+        shares = torch.tensor([one.weight for one in who], dtype=self.dtype)
+        total = torch.mv(vectors.T, shares, out=torch.empty_like(vectors[0]) if out is None else out[0])
+        if not all_finite(total):
+            losses = losses.masked_fill(nonfinite_members([vectors]), math.nan)
         return [
-            ClientGradient(gradient=vectors[i], loss=float(losses[i]), accuracy=float(accuracy[i]), examples=counts[i])
-            for i in range(len(clients))
+            Gradient(
+                **members(who),
+                vector=total,
+                factor=1.0,
+                losses=tuple(losses.tolist()),
+                accuracies=tuple(accuracies.tolist()),
+                examples=sum(counts),
+            )
         ]
 
     def _gradients(
-        self,
-        point: Point,
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        round_index: int,
-        limit: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Return the clients' gradients, a row for each, their losses, accuracies and numbers of examples."""
-        inputs, targets, starts = gather(examples, self.dtype)
-        taken = gradient_batches(examples, clients, limit, self.seed, round_index)
-        rows, weights = pad(taken, starts, self.dtype)
-        labels = take(targets, rows)
-        found: list[Tensor] = []
+        self, x: Tensor, inputs: Tensor, targets: Tensor, rows: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the clients' gradients, a row for each, their losses and accuracies."""
+        labels, found = take(targets, rows), list[Tensor]()
         with torch.enable_grad():
-            shared = [block[0] for block in self._blocks(point.x.to(self.dtype), 1)]
+            shared = [block[0] for block in self._blocks(x.to(self.dtype), 1)]
             outputs = self._outputs(shared, take(inputs, rows), partial(shared_product, found=found))
             losses = client_losses(outputs, labels, weights)
             losses.sum().backward()
         right = (outputs.detach().argmax(dim=2) == labels).double()
-        accuracy = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
-        vectors = torch.cat([each.flatten(1) for each in reversed(found)], dim=1)
-        return vectors, losses.detach().double(), accuracy, [len(own) for own in taken]
-
-    def gradient_sum(
-        self,
-        point: Point,
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        weights: Sequence[float],
-        *,
-        round_index: int,
-        limit: int | None,
-        out: Tensor,
-        shelves: Sequence[Tensor],
-    ) -> GroupGradient:
-        """Write Σ w_i ∇f_i(x) to ``out``, and put every client's own gradient on its shelf."""
-        vectors, losses, _, counts = self._gradients(point, examples, clients, round_index, limit)
-        for shelf, vector in zip(shelves, vectors, strict=True):
-            shelf[: len(vector)].copy_(vector)
-        torch.mv(vectors.T, torch.tensor(weights, dtype=self.dtype), out=out)
-        if not all_finite(out):
-            losses = losses.masked_fill(nonfinite_members([vectors]), math.nan)
-        return GroupGradient(gradient=out, losses=losses.tolist(), examples=sum(counts))
+        accuracies = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
+        return torch.cat([each.flatten(1) for each in reversed(found)], dim=1), losses.detach().double(), accuracies
 
     def train(
         self,
-        point: Point,
+        told: Broadcast,
+        who: Sequence[Participant],
         plans: Sequence[Plan],
         examples: Sequence[TensorExamples],
-        clients: Sequence[int],
+        out: Sequence[Tensor] | None,
         *,
-        round_index: int,
-        lr: float,
-    ) -> list[ClientUpdate]:
-        """Execute every client's plan from the server's point; same arithmetic as ``LocalTrainer.train``."""
-        count = len(clients)
-        stored, start, losses, batches = self._train(point, plans, examples, clients, round_index, lr)
-        updates = self._unstore(stored - start, count)
-        empty = torch.empty(0, dtype=self.dtype), torch.empty(0, dtype=torch.int64)
-        return [
-            ClientUpdate(
-                update=updates[i],
-                floats=empty[0],
-                ints=empty[1],
-                loss=float(losses[i]) / batches.steps[i],
-                steps=batches.steps[i],
-                examples=batches.seen[i],
-                total_step_size=self.local.total_step_size(lr, batches.steps[i]),
-            )
-            for i in range(count)
-        ]
-
-    def train_sum(
-        self,
-        point: Point,
-        plans: Sequence[Plan],
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        weights: Sequence[float],
-        *,
-        round_index: int,
-        lr: float,
-        out: Tensor,
         along: float = 0.0,
-        shelves: Sequence[Tensor] = (),
-    ) -> GroupUpdate:
-        """Execute every client's plan from the server's point; write Σ w_i Δ_i to ``out``.
+        gradients: Sequence[CachedGradient] = (),
+    ) -> list[Update]:
+        """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``.
 
-        With ``shelves``, every client starts from x + along·g_i instead, its gradient being on its shelf.
+        With ``gradients``, every client starts from x + along·g_i instead.
         """
-        count = len(clients)
-        if shelves:
-            length = len(point.x)
-            plans = [Plan(displacement=row) for row in along * torch.stack([shelf[:length] for shelf in shelves])]
-        stored, start, losses, batches = self._train(point, plans, examples, clients, round_index, lr)
-        shares = torch.tensor(weights, dtype=self.dtype)
-        blocks = self._blocks(stored.sub_(start), count)
-        torch.cat([shares @ block.view(count, -1) for block in blocks], out=out)
-        if not all_finite(out):
-            losses = losses.masked_fill(nonfinite_members(blocks), math.nan)
-        return batches.report(out, weights, losses)
-
-    def _train(
-        self,
-        point: Point,
-        plans: Sequence[Plan],
-        examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        round_index: int,
-        lr: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Batches]:
-        """Lay out the batches and take all steps; return the end, the start, the summed losses and the batches."""
+        if gradients:
+            plans = [Plan(displacement=row) for row in along * torch.stack([own.vector for own in gradients])]
         inputs, targets, starts = gather(examples, self.dtype)
-        sizes = [len(one) for one in examples]
-        batches = plan_batches(self.local, self.seed, sizes, starts, clients, round_index=round_index, dtype=self.dtype)
+        batches = plan_batches(self.setup, told, who, [len(one) for one in examples], starts, self.dtype)
         with torch.enable_grad():
-            return *self._walk(point, plans, inputs, targets, batches, lr), batches
+            stored, start, losses = self._walk(told, plans, inputs, targets, batches)
+        stored, count = stored.sub_(start), len(who)
+        if told.one_by_one:
+            rows = list(self._unstore(stored, count))
+            rows = rows if out is None else [row.copy_(own) for row, own in zip(out, rows, strict=False)]
+            return [batches.report(self.setup, told, who, row, losses, i) for i, row in enumerate(rows)]
+        shares = torch.tensor([one.weight for one in who], dtype=self.dtype)
+        blocks = self._blocks(stored, count)
+        total = torch.empty(told.point.x.shape, dtype=self.dtype) if out is None else out[0]
+        torch.cat([shares @ block.view(count, -1) for block in blocks], out=total)
+        if not all_finite(total):
+            losses = losses.masked_fill(nonfinite_members(blocks), math.nan)
+        return [batches.report(self.setup, told, who, total, losses)]
 
     def _walk(
-        self, point: Point, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches, lr: float
+        self, told: Broadcast, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take all steps; return the end, the start (both stored) and each client's summed loss."""
-        count, local = len(plans), self.local
+        count, local, lr = len(plans), self.local, told.lr
         pull, inside = plans[0].pull, plans[0].every_step  # one algorithm plans for all clients of a round
-        y = self._spread(point.x, count)
-        shift = self._given([plan.displacement for plan in plans], point.x)
-        constant = self._given([plan.correction for plan in plans], point.x)
+        y = self._spread(told.point.x, count)
+        shift = self._given([plan.displaced(None) for plan in plans], told.point.x)
+        constant = self._given([plan.correction for plan in plans], told.point.x)
         if pull:
             constant = -pull * y if constant is None else constant - pull * y
         inside = inside and shift is not None

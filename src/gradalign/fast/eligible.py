@@ -1,4 +1,4 @@
-"""Which tasks can be trained many clients at once, with which layers, and which clients can go together."""
+"""Who may enter the ways of training several clients at once: decided here, by structure alone, and nowhere else."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gradalign.client import LocalTraining
-from gradalign.fast.linear import LARGE, has_hooks
-from gradalign.fast.stacks import ELEMENTWISE, is_hooked, is_plain_stack, pooled_first
+from gradalign.client.trainer import Setup
+from gradalign.fast.linear import LARGE
+from gradalign.fast.stacks import ELEMENTWISE, has_hooks, is_hooked, is_plain_stack, pooled_first
 from gradalign.tasks.data import Examples, TensorExamples
 from gradalign.tasks.task import Task, predict, share_correct
 
@@ -18,7 +18,7 @@ LARGEST_MODEL = 60_000  # parameters, of a model for cohorts
 SMALL_BATCH = 32
 
 
-def layers_of(task: Task, model: nn.Module) -> list[nn.Module] | None:
+def cohort_layers(task: Task, model: nn.Module) -> list[nn.Module] | None:
     """Return the model's layers when clients can be trained in cohorts, else None."""
     model = nn.Sequential(model) if type(model) is nn.Linear else model
     if not isinstance(model, nn.Sequential) or not _classifies(task, model):
@@ -28,17 +28,16 @@ def layers_of(task: Task, model: nn.Module) -> list[nn.Module] | None:
     return list(model) if small and not images else None
 
 
-def lockstep_model(task: Task, local: LocalTraining, seed: int) -> nn.Sequential | None:
+def lockstep_model(setup: Setup) -> nn.Sequential | None:
     """Return a model of the task's when clients can and should be trained in lockstep, else None.
 
     That gains most where the batches are small and the model has a linear layer so large that reading it costs more
     than the arithmetic.
     """
-    if local.momentum or local.clip_norm is not None:
+    task, local = setup.task, setup.local
+    if local.momentum or local.clip_norm is not None or local.batch_size is None or local.batch_size > SMALL_BATCH:
         return None
-    if local.batch_size is None or local.batch_size > SMALL_BATCH:
-        return None
-    model = task.make_model(seed)
+    model = task.make_model(setup.seed)
     if not isinstance(model, nn.Sequential) or not _classifies(task, model):
         return None
     if not any(isinstance(layer, nn.Linear) and layer.weight.numel() >= LARGE for layer in model):

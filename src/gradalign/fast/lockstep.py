@@ -1,15 +1,15 @@
 """A few clients of a larger network in lockstep, each large linear weight kept once for all of them.
 
 All clients of a round start from the same weight W, and after some steps on n examples a client's own weight is
-W − α·GᵀX with n rows in G and X (see ``outer``). While n is small, nobody writes that out: a layer's outputs are
+W − α·GᵀX with n rows in G and X (see ``linear``). While n is small, nobody writes that out: a layer's outputs are
 x·Wᵀ − α·(x·Xᵀ)·G, where the first product is one for all clients and the others are thin. The sum of the clients'
 updates is one product of all their rows. Convolutions and small layers have their own weights for every client;
 activations and pooling see all clients' examples as one batch.
 
-A gradient at x is of the same form. So a displacement v_i = common + β·g_i is one large matrix for everybody and thin
-factors for each, which wait on the client's *shelf* between the two phases of a round.
+A gradient at x is of the same form. So a displacement a·g_i − b·ḡ is one large matrix for everybody and thin factors
+for each, which wait in the gradient cache between the two phases of a round.
 
-Weight decay multiplies W and the rows so far, by factors that are kept beside them. Steps with momentum, clipping,
+Weight decay multiplies W and the rows so far, by factors that are stored beside them. Steps with momentum, clipping,
 correction or pull are not of this form; they take the per-client path.
 """
 
@@ -23,37 +23,34 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client import LocalTraining
-from gradalign.client.exchange import GroupGradient, GroupUpdate
-from gradalign.client.flat import Point, all_finite
+from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Participant, Update
+from gradalign.client.flat import all_finite
+from gradalign.client.trainer import Setup
 from gradalign.fast.batches import (
     Batches,
     client_losses,
     gather,
     gradient_batches,
+    members,
     nonfinite_members,
     pad,
     plan_batches,
     take,
 )
-from gradalign.fast.factors import Shelf
-from gradalign.fast.large import LargeWeight, large_product
-from gradalign.fast.linear import LARGE
+from gradalign.fast.linear import LARGE, GradientFactors, LargeWeight, Own, large_product
 from gradalign.fast.products import own_product
 from gradalign.fast.spectrum import convolve
 from gradalign.tasks.data import TensorExamples
 
 TOGETHER = 5
 MOST_EXAMPLES = 1000  # of a client: all are gathered, so they should be about as many as a round's steps take
-Own = list[Tensor | LargeWeight]
-"""Every parameter of all clients: (client, ...) or a large weight."""
 
 
 class LockstepTrainer:
     """Trains small groups of clients of one task."""
 
-    def __init__(self, local: LocalTraining, seed: int, model: nn.Sequential) -> None:
-        self.local, self.seed, self.layers = local, seed, list(model)
+    def __init__(self, setup: Setup, model: nn.Sequential) -> None:
+        self.setup, self.local, self.layers = setup, setup.local, list(model)
         self.shapes = [p.shape for p in model.parameters()]
         self.sizes = [shape.numel() for shape in self.shapes]
         self.large = [_is_large(layer) and p.ndim == 2 for layer in model for p in layer.parameters()]
@@ -61,17 +58,12 @@ class LockstepTrainer:
         # A thin product of n rows costs n(in + out), the whole one in·out.
         pairs = [shape for shape, large in zip(self.shapes, self.large, strict=True) if large]
         self.most_rows = min(a * b // (2 * (a + b)) for a, b in pairs)
-        self.shelf = Shelf(self.shapes, self.large)
+        self.factors = GradientFactors(self.shapes, self.large)
 
-    def takes(self, plans: Sequence[Plan], examples: Sequence[TensorExamples]) -> bool:
-        """Return whether these clients can and should train in this way."""
-        plain = not any(plan.pull or plan.correction is not None for plan in plans)
-        return plain and self.fits([len(one) for one in examples])
-
-    def fits(self, sizes: Sequence[int], *, shelved: bool = False) -> bool:
+    def fits(self, sizes: Sequence[int], *, with_gradients: bool) -> bool:
         """Return whether clients of these sizes add few enough rows to a large weight, with their gradient's or not."""
         rows = [self.local.steps_for(size) * self.local.batch_for(size) for size in sizes]
-        if shelved:
+        if with_gradients:
             rows = [own + self.gradient_rows(size) for own, size in zip(rows, sizes, strict=True)]
         return max(rows) <= self.most_rows and max(sizes) <= MOST_EXAMPLES
 
@@ -79,63 +71,67 @@ class LockstepTrainer:
         """Return how many rows the gradient of a client of this size has in a large weight's factors."""
         return min(size, self.local.gradient_examples or size)
 
-    def gradient_sum(
+    def gradients(
         self,
-        point: Point,
+        told: Broadcast,
+        who: Sequence[Participant],
         examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        weights: Sequence[float],
-        *,
-        round_index: int,
-        limit: int | None,
-        out: Tensor,
-        shelves: Sequence[Tensor],
-    ) -> GroupGradient:
-        """Write Σ w_i ∇f_i(x) to ``out``, and put every client's own gradient on its shelf."""
+        cache: GradientCache | None,
+        out: Sequence[Tensor] | None,
+    ) -> list[Gradient]:
+        """Return Σ w_i ∇f_i(x), and put every client's own gradient into the cache, as factors."""
         inputs, targets, starts = self._gather(examples)
-        rows = gradient_batches(examples, clients, limit, self.seed, round_index)
-        table, shares = pad(rows, starts, self.dtype)
-        own = self._start(point.x, [None] * len(clients), factor=1.0)
-        losses = self._backward(own, inputs, targets, table, shares)
-        counts = [len(taken) for taken in rows]
+        taken = gradient_batches(self.setup, told, who, examples)
+        own = self._start(told.point.x, [None] * len(who), factor=1.0)
+        losses = self._backward(own, inputs, targets, *pad(taken, starts, self.dtype))
+        counts = [len(rows) for rows in taken]
         found = [one if isinstance(one, LargeWeight) else _taken(one) for one in own]
-        self.shelf.put(found, counts, shelves)
-        losses += self._sum(found, torch.tensor(weights, dtype=self.dtype), out)
-        return GroupGradient(gradient=out, losses=losses.tolist(), examples=sum(counts))
+        if cache is not None:
+            for place, (one, rows) in enumerate(zip(who, counts, strict=True)):
+                cache.put(one.client, *self.factors.parts(found, place, rows), rows=rows)
+        total = torch.empty_like(told.point.x) if out is None else out[0]
+        losses += self._sum(found, who, total)
+        return [
+            Gradient(
+                **members(who),
+                vector=total,
+                factor=1.0,
+                losses=tuple(losses.tolist()),
+                accuracies=(None,) * len(who),
+                examples=sum(counts),
+            )
+        ]
 
-    def train_sum(
+    def train(
         self,
-        point: Point,
+        told: Broadcast,
+        who: Sequence[Participant],
         plans: Sequence[Plan],
         examples: Sequence[TensorExamples],
-        clients: Sequence[int],
-        weights: Sequence[float],
+        out: Sequence[Tensor] | None,
         *,
-        round_index: int,
-        lr: float,
-        out: Tensor,
         along: float = 0.0,
-        shelves: Sequence[Tensor] = (),
-    ) -> GroupUpdate:
-        """Execute every client's plan from the server's point; write Σ w_i Δ_i to ``out``.
+        gradients: Sequence[CachedGradient] = (),
+    ) -> list[Update]:
+        """Execute every client's plan from the server's point; return Σ w_i Δ_i.
 
-        With ``shelves``, every client starts from x + along·g_i instead, its gradient being on its shelf.
+        With ``gradients``, every client starts from x + along·g_i instead.
         """
         inputs, targets, starts = self._gather(examples)
-        sizes = [len(one) for one in examples]
-        batches = plan_batches(self.local, self.seed, sizes, starts, clients, round_index=round_index, dtype=self.dtype)
-        own = self._start(point.x, [plan.displacement for plan in plans], factor=-lr)
-        if shelves:
-            own = self.shelf.displace(own, along, shelves)
+        batches = plan_batches(self.setup, told, who, [len(one) for one in examples], starts, self.dtype)
+        own = self._start(told.point.x, [plan.displaced(None) for plan in plans], factor=-told.lr)
+        if gradients:
+            own = self.factors.displace(own, along, gradients)
         before = [None if isinstance(one, LargeWeight) else one.clone() for one in own]
-        total = torch.zeros(len(clients), dtype=torch.float64)
-        for losses in self._steps(own, inputs, targets, batches, lr):
-            total += losses
-        ways = [
+        losses = torch.zeros(len(who), dtype=torch.float64)
+        for step in self._steps(own, inputs, targets, batches, told.lr):
+            losses += step
+        updates = [
             a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in zip(own, before, strict=True)
         ]
-        total += self._sum(ways, torch.tensor(weights, dtype=self.dtype), out)
-        return batches.report(out, weights, total)
+        total = torch.empty_like(told.point.x) if out is None else out[0]
+        losses += self._sum(updates, who, total)
+        return [batches.report(self.setup, told, who, total, losses)]
 
     def _gather(self, examples: Sequence[TensorExamples]) -> tuple[Tensor, Tensor, list[int]]:
         inputs, targets, starts = gather(examples, self.dtype)
@@ -163,7 +159,7 @@ class LockstepTrainer:
             decays = self._decays(active, len(rows))
             for one in own:
                 if isinstance(one, LargeWeight) and decays is not None:
-                    one.keep = 1 - lr * decays.unsqueeze(1)
+                    one.shrink = 1 - lr * decays.unsqueeze(1)
             yield self._backward(own, inputs, targets, rows, weights)
             # A client that is done has examples of weight zero only, and so gradients of zero.
             for one in own:
@@ -203,11 +199,12 @@ class LockstepTrainer:
                 inputs = layer(inputs)
         return inputs.view(clients, -1, inputs.shape[-1])
 
-    def _sum(self, vectors: Own, shares: Tensor, out: Tensor) -> Tensor:
+    def _sum(self, vectors: Own, who: Sequence[Participant], out: Tensor) -> Tensor:
         """Write Σ w_i of the clients' vectors, or of what their steps have added to large weights.
 
         Return zero for every client, NaN for those whose vector is not finite.
         """
+        shares = torch.tensor([one.weight for one in who], dtype=self.dtype)
         for piece, shape, each in zip(out.split(self.sizes), self.shapes, vectors, strict=True):
             if isinstance(each, LargeWeight):
                 each.sum_of_steps(shares, piece.view(shape))

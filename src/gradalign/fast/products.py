@@ -19,21 +19,21 @@ class _SharedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, clients: int, found: list[Tensor], wanted: bool
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, clients: int, found: list[Tensor], needed: bool
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.biased, ctx.clients, ctx.found, ctx.wanted = bias is not None, clients, found, wanted
+        ctx.biased, ctx.clients, ctx.found, ctx.needs_grad_input = bias is not None, clients, found, needed
         return F.linear(rows, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         (rows, weight), grad_output = ctx.saved_tensors, gradients[0]
-        own_rows, own_outwards = (each.reshape(ctx.clients, -1, each.shape[-1]) for each in (rows, grad_output))
+        own_rows, own_outputs = (each.reshape(ctx.clients, -1, each.shape[-1]) for each in (rows, grad_output))
         if ctx.biased:
-            ctx.found.append(own_outwards.sum(dim=1))
-        ctx.found.append(torch.bmm(own_outwards.mT, own_rows))
-        return grad_output @ weight if ctx.wanted else None, None, None, None, None, None
+            ctx.found.append(own_outputs.sum(dim=1))
+        ctx.found.append(torch.bmm(own_outputs.mT, own_rows))
+        return grad_output @ weight if ctx.needs_grad_input else None, None, None, None, None, None
 
 
 def shared_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, found: list[Tensor]) -> Tensor:

@@ -35,6 +35,11 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(watched) or replaced or _has_any_global_hook()
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Return whether somebody watches the parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def is_plain_stack(module: nn.Module) -> bool:
     """Return whether a module does nothing but call its members one after the other."""
     return type(module) is nn.Sequential and not is_hooked(module)

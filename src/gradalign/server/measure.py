@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradalign.checks import real, whole
-from gradalign.client.exchange import ClientGradient
+from gradalign.client.exchange import Broadcast, Gradient, Participant
+from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
-from gradalign.engines.local import one_thread
 from gradalign.errors import DivergedError
 from gradalign.server.alignment import alignment_of
 from gradalign.server.federation import Federation, ServerState
@@ -51,14 +51,14 @@ class Measure:
 
 def measured_at(
     state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine
-) -> tuple[Row, dict[int, ClientGradient]]:
+) -> tuple[Row, dict[int, Gradient]]:
     """Measure what is due at this point; also return the clients' gradients where they were taken."""
     row: Row = dict.fromkeys(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
     scored_on = federation.task.scored_on
     row |= {f"{scored_on}_loss": None, f"{scored_on}_accuracy": None}
-    gradients: dict[int, ClientGradient] = {}
+    gradients: dict[int, Gradient] = {}
     weights: list[float] = []
     if measure.due(measure.test_every, state.round, rounds):
         score = engine.evaluate(state.point)
@@ -67,15 +67,19 @@ def measured_at(
             row[f"{scored_on}_accuracy"] = None if score.correct is None else score.correct / score.examples
     if measure.due(measure.train_every, state.round, rounds):
         clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
-        for client, reply in engine.gradients(state.point, clients, round_index=state.round):
-            gradients[client] = replace(reply, gradient=reply.gradient.to("cpu", copy=True))
-            weights.append(federation.weight(client))
+        told = Broadcast(
+            point=state.point, round=state.round, algorithm=federation.algorithm_at(state.round), one_by_one=True
+        )
+        who = [Participant(client=client, weight=federation.weight(client)) for client in clients]
+        for reply in engine.gradients(told, who):
+            gradients[reply.clients[0]] = replace(reply, vector=reply.vector.to("cpu", copy=True))
+            weights.append(reply.weights[0])
     if gradients:
-        row["train_loss"] = _mean([reply.loss for reply in gradients.values()], weights)
-        known = [reply.accuracy for reply in gradients.values() if reply.accuracy is not None]
+        row["train_loss"] = _mean([reply.losses[0] for reply in gradients.values()], weights)
+        known = [reply.accuracies[0] for reply in gradients.values() if reply.accuracies[0] is not None]
         row["train_accuracy"] = _mean(known, weights) if len(known) == len(weights) else None
         with one_thread():  # norms over several threads round differently
-            found = alignment_of([reply.gradient for reply in gradients.values()], weights)
+            found = alignment_of([reply.vector for reply in gradients.values()], weights)
         row |= {"r": found.r, "drift": found.drift, "drift_ratio": found.drift_ratio, "cosine": found.cosine}
     bad = [name for name, value in row.items() if value is not None and not math.isfinite(value)]
     if bad:
