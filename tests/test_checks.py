@@ -117,19 +117,13 @@ def test_whole_rounds_see_weights_memory_and_cohorts(monkeypatch):
         broken.setattr(Scaffold, "keep", lambda self, *given: 0.99 * right(self, *given))
         assert failed(whole_rounds(network)) == {"12b"}
     with monkeypatch.context() as broken:
-        train, train_sum = CohortTrainer.train, CohortTrainer.train_sum
+        train = CohortTrainer.train
 
         def shorter(self, *given, **more):
             replies = train(self, *given, **more)
             for reply in replies:
-                reply.update.mul_(0.99)
+                reply.vector.mul_(0.99)
             return replies
 
-        def shorter_sum(self, *given, **more):
-            reply = train_sum(self, *given, **more)
-            reply.update.mul_(0.99)
-            return reply
-
         broken.setattr(CohortTrainer, "train", shorter)
-        broken.setattr(CohortTrainer, "train_sum", shorter_sum)
         assert failed(whole_rounds(network)) == {"12c"}

@@ -148,7 +148,7 @@ def test_fedga_with_the_wrong_sign_fails(mlp, monkeypatch):
 
     def wrong(self, view):
         plan = right(self, view)
-        return Plan(displacement=-plan.displacement, every_step=plan.every_step)
+        return Plan(displacement=-plan.displaced(view.gradient), every_step=plan.every_step)
 
     monkeypatch.setattr(FedGA, "plan", wrong)
     assert failures(gradalign_claim(mlp)) == {"4"}
@@ -168,7 +168,8 @@ def test_a_form_inside_the_steps_that_differs_fails(mlp, monkeypatch):
 
     def wrong(self, view):
         plan = right(self, view)
-        return Plan(displacement=plan.displacement * (1.001 if plan.every_step else 1.0), every_step=plan.every_step)
+        longer = 1.001 if plan.every_step else 1.0
+        return Plan(displacement=longer * plan.displaced(view.gradient), every_step=plan.every_step)
 
     monkeypatch.setattr(FedGA, "plan", wrong)
     assert failures(forms(mlp)) == {"8a"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gradalign.engines.local import one_thread
+from gradalign.client.trainer import one_thread
 from gradalign.tasks.task import Task
 from gradalign.theory import claims
 from gradalign.theory.check import Check

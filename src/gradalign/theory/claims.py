@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradalign.algorithms import FedAvg, FedGA, GradAlign, LargeBatchSGD, LinearScaling, Scaffold
+from gradalign.algorithms import FedAvg, FedGA, LargeBatchGradAlign, LargeBatchSGD, LinearScaling, Scaffold
 from gradalign.seeding import Purpose, numpy_stream, torch_stream
 from gradalign.theory.check import Check, limit, order
 from gradalign.theory.probe import regulariser_gradient
@@ -117,7 +117,7 @@ def surrogate(problem: Problem) -> list[Check]:
         return sgd(lr=lr) - x
 
     def displaced(lr: float) -> Tensor:
-        return sgd(lr=lr) - problem.rounds(GradAlign(beta=0.5 * lr), members, lr=lr, count=steps)
+        return sgd(lr=lr) - problem.rounds(LargeBatchGradAlign(beta=0.5 * lr), members, lr=lr, count=steps)
 
     start = 0.1 * problem.unit / steps
     return [
@@ -133,7 +133,7 @@ def gradalign(problem: Problem) -> list[Check]:
     slope = problem.calculus.r_gradient(problem.x, members)
 
     def remainder(beta: float) -> Tensor:
-        return problem.round(GradAlign(beta=beta), problem.x, members, lr=lr) - descent + lr * beta * slope
+        return problem.round(LargeBatchGradAlign(beta=beta), problem.x, members, lr=lr) - descent + lr * beta * slope
 
     claim = "x_GradAlign − x_GD + αβ∇r, α fixed"
     if problem.quadratic:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradalign.algorithms import GradAlign
+from gradalign.algorithms import LargeBatchGradAlign
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.task import Task
 from gradalign.theory.check import Check, limit
@@ -90,7 +90,7 @@ def beta_bound(problem: Problem, x: Tensor, known: Constants, lr: float) -> floa
 def _change(problem: Problem, x: Tensor, lr: float, beta: float) -> float:
     """Return f̂(x⁺) − f̂(x) for one GradAlign step, f̂ = f + βr."""
     everyone, objective = problem.clients, problem.calculus.objective
-    after = problem.round(GradAlign(beta=beta), x, everyone, lr=lr)
+    after = problem.round(LargeBatchGradAlign(beta=beta), x, everyone, lr=lr)
     return objective(after, everyone, beta) - objective(x, everyone, beta)
 
 

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradalign.algorithms.plan import combine
 from gradalign.client import LocalTraining
+from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import Point
-from gradalign.client.trainer import LocalTrainer
+from gradalign.client.trainer import Setup
 from gradalign.errors import GradalignError
+from gradalign.fast import client_trainer
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task
@@ -62,7 +65,8 @@ class Probe:
             )
         self.weights = tuple(weight / sum(given) for weight in given)
         # The trainer takes gradients in chunks of twice its batch size.
-        self.trainer = LocalTrainer(task, LocalTraining(batch_size=_CHUNK // 2), seed, device)
+        local = LocalTraining(batch_size=_CHUNK // 2)
+        self.trainer = client_trainer(Setup(task=task, local=local, seed=seed, device=device))
 
     def start(self) -> Point:
         """Return the model's first point."""
@@ -88,7 +92,11 @@ class Probe:
     def gradient(self, point: Point, client: int, examples: Examples | None = None) -> Tensor:
         """Return a new float64 vector with ∇f_i(x), or the gradient over other examples given instead."""
         examples = self.examples(client) if examples is None else examples
-        return self.trainer.gradient(point, examples, client=client, round_index=0).gradient.double().clone()
+        told, who = (
+            Broadcast(point=point, round=0, algorithm=combine()),
+            Participant(client=client, weight=1.0, share=1.0),
+        )
+        return self.trainer.gradient(told, who, examples).vector.double().clone()
 
     def hessian_product(self, point: Point, client: int, vector: Tensor) -> Tensor:
         """Return a new float64 vector with ∇²f_i(x)·vector, exact: the gradient of ∇f_i(x)·vector."""

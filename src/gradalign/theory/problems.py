@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradalign.algorithms.plan import Algorithm, ClientView, combine
 from gradalign.client import LocalTraining
 from gradalign.client.flat import Point
+from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, torch_stream
@@ -244,7 +245,7 @@ class Problem:
     def _make_engine(self, members: tuple[int, ...], steps: int) -> tuple[Task, InProcessEngine]:
         """Return a task with only these clients (one that occurs twice is two clients), and an engine for it."""
         task = replace(self.task, clients=[self.task.client(client) for client in members])
-        return task, InProcessEngine(task, LocalTraining(steps=steps), self.seed)
+        return task, InProcessEngine(Setup(task=task, local=LocalTraining(steps=steps), seed=self.seed))
 
     def at(self, x: Tensor) -> Point:
         """Return x as a server's point."""
@@ -260,7 +261,7 @@ class Problem:
         for client, share in probe.shares():
             own = probe.gradient(point, client)
             view = ClientView(x=self.x, lr=lr, weight=share, participants=size, gradient=own, mean_gradient=mean)
-            move = algorithm.plan(view).displacement
+            move = algorithm.plan(view).displaced(own)
             rows.append(torch.zeros_like(mean) if move is None else move)
         return torch.stack(rows)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradalign.algorithms import FedGA, Scaffold
 from gradalign.algorithms.plan import Algorithm
 from gradalign.client import LocalTraining
+from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.tasks.task import Task
 from gradalign.theory.check import Check, limit
@@ -37,7 +38,8 @@ def _uneven(problem: Problem) -> Task | None:
 def _by_library(problem: Problem, task: Task, algorithm: Algorithm, lr: float, rounds: int) -> Tensor:
     """Return the server's point after some rounds with all clients, weighted by their examples."""
     local = LocalTraining(lr=lr, steps=STEPS)
-    with InProcessEngine(task, local, problem.seed, clients_per_round=len(task.clients)) as engine:
+    setup = Setup(task=task, local=local, seed=problem.seed, clients_per_round=len(task.clients))
+    with InProcessEngine(setup) as engine:
         return problem.play(task, engine, algorithm, problem.x, rounds=rounds, local=local, by_examples=True)
 
 
