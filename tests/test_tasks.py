@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import gradalign as ga
-from gradalign.algorithms.plan import Plan
+from gradalign.algorithms.plan import Plan, combine
+from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel
-from gradalign.client.trainer import LocalTrainer
+from gradalign.client.trainer import ClientTrainer, Setup
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS, build_task
 from gradalign.tasks.divide import Division
@@ -97,20 +98,21 @@ def test_augmentation_acts_in_local_steps_only():
 
     data = (torch.ones(6, 1), torch.zeros(6, dtype=torch.int64))
     task = ga.Task(model=Watcher, clients=[data], test=data, augment=augment)
-    trainer = LocalTrainer(task, ga.LocalTraining(lr=0.1, steps=3), seed=0)
+    trainer = ClientTrainer(Setup(task=task, local=ga.LocalTraining(lr=0.1, steps=3)))
     point = FlatModel(task.make_model(0)).read()
-    client = task.client(0)
-    trainer.gradient(point, client, client=0, round_index=0)
+    client, who = task.client(0), Participant(client=0, weight=1.0)
+    told, later = (Broadcast(point=point, round=n, algorithm=combine(), lr=0.1) for n in (0, 1))
+    trainer.gradient(told, who, client)
     trainer.evaluate(point, client, torch.arange(6))
     assert met == [1.0, 1.0]
     assert not seen
-    trainer.train(point, Plan(), client, client=0, round_index=0, lr=0.1)
+    trainer.train(told, who, Plan(), client)
     assert met[2:] == [1001.0] * 3
     first = list(seen)
     assert len(set(first)) == 3
-    trainer.train(point, Plan(), client, client=0, round_index=0, lr=0.1)
+    trainer.train(told, who, Plan(), client)
     assert seen[3:] == first, "the same round draws the same augmentation"
-    trainer.train(point, Plan(), client, client=0, round_index=1, lr=0.1)
+    trainer.train(later, who, Plan(), client)
     assert seen[6:] != first
 
 

@@ -92,10 +92,8 @@ class Probe:
     def gradient(self, point: Point, client: int, examples: Examples | None = None) -> Tensor:
         """Return a new float64 vector with ∇f_i(x), or the gradient over other examples given instead."""
         examples = self.examples(client) if examples is None else examples
-        told, who = (
-            Broadcast(point=point, round=0, algorithm=combine()),
-            Participant(client=client, weight=1.0, share=1.0),
-        )
+        told = Broadcast(point=point, round=0, algorithm=combine())
+        who = Participant(client=client, weight=1.0)
         return self.trainer.gradient(told, who, examples).vector.double().clone()
 
     def hessian_product(self, point: Point, client: int, vector: Tensor) -> Tensor:
