@@ -41,17 +41,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """A data set as it was found on disk.
-
-    Attributes:
-        name: The name of its task.
-        train: The training examples.
-        test: The test examples.
-        where: The folder that the files lie in.
-        classes: The number of classes.
-        full: The published numbers of training and test examples, where there are such.
-        users: The names of the owners.
-    """
+    """A data set as it was found on disk, in the folder ``where``."""
 
     name: str
     train: Part
@@ -59,7 +49,9 @@ class DataSet:
     where: Path
     classes: int
     full: tuple[int, int] | None = None
+    """The published numbers of training and test examples, where there are such."""
     users: tuple[str, ...] = ()
+    """The names of the owners."""
 
     def facts(self) -> dict[str, str]:
         """Return what a summary says about the data: how much of the published set it is."""

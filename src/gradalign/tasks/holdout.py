@@ -8,7 +8,7 @@ that share a unit are never trained on and scored at once; what lies between is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -178,40 +178,8 @@ def spans_of(groups: Sequence[Any], sizes: Sequence[int]) -> list[Spans]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """All clients' examples one after the other."""
-
-    spans: Spans
-    client: Rows
-    """Whose each example is."""
-    offsets: Rows
-    """Where each client begins, and the end."""
-
-    @classmethod
-    def of(cls, spans: Sequence[Spans]) -> Pool:
-        """Return the pool of these clients."""
-        sizes = [len(own) for own in spans]
-        return cls(
-            spans=np.concatenate(spans),
-            client=np.repeat(np.arange(len(sizes)), sizes),
-            offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-        )
-
-    def touching(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return which examples share a unit with a chosen one."""
-        return _touching(self.spans, chosen)
-
-    def stretches(self) -> Rows:
-        """Return the number of each example's stretch: who is linked by shared units, over any number of others."""
-        order = np.argsort(self.spans[:, 0], kind="stable")
-        first, reach = self.spans[order, 0], np.maximum.accumulate(self.spans[order, 1])
-        number = np.empty(len(order), np.int64)
-        number[order] = np.concatenate([[0], np.cumsum(first[1:] > reach[:-1])])
-        return number
-
-
-def _touching(spans: Spans, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def touching(spans: Spans, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which examples share a unit with a chosen one."""
     some = spans[chosen]
     some = some[np.argsort(some[:, 0], kind="stable")]
     reach = np.maximum.accumulate(some[:, 1]) if len(some) else some[:, 1]
@@ -221,46 +189,56 @@ def _touching(spans: Spans, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return touched
 
 
+def stretches_of(spans: Spans) -> Rows:
+    """Return the number of each example's stretch: examples linked by shared units, over any number of others."""
+    order = np.argsort(spans[:, 0], kind="stable")
+    first, reach = spans[order, 0], np.maximum.accumulate(spans[order, 1])
+    number = np.empty(len(order), np.int64)
+    number[order] = np.concatenate([[0], np.cumsum(first[1:] > reach[:-1])])
+    return number
+
+
 def split_groups(spans: Sequence[Spans], share: float, seed: int) -> tuple[list[Rows], list[Rows]]:
     """Return which of each client's examples are trained on and which are held out, both in ascending order.
 
     Clients give whole stretches, and a piece from any place of a stretch that is too long for that. Clients that share
     units give together. What is neither held out nor free of what is held out is in neither list. A client always
-    keeps something to train on.
+    has something left to train on.
     """
-    pool = Pool.of(spans)
-    stretches = pool.stretches()
-    held = np.zeros(len(pool.spans), bool)
-    for unit, members in _units(pool, stretches):
-        held[_chosen(pool.spans, stretches, members, share, numpy_stream(seed, Purpose.HOLDOUT, unit))] = True
-    trained = ~pool.touching(held)
-    while len(robbed := np.setdiff1d(np.arange(len(spans)), pool.client[trained])):
-        own = np.isin(pool.client, robbed)
-        held &= ~pool.touching(own)
-        trained = ~pool.touching(held)
-    cuts = pool.offsets[1:-1]
-    return tuple([np.flatnonzero(part) for part in np.split(side, cuts)] for side in (trained, held))  # type: ignore[return-value]
+    sizes, pool = [len(own) for own in spans], np.concatenate(spans)
+    client = np.repeat(np.arange(len(sizes)), sizes)  # whose each example is
+    stretches = stretches_of(pool)
+    held = np.zeros(len(pool), bool)
+    for unit, members in _linked_clients(client, len(sizes), stretches):
+        held[_chosen(pool, stretches, members, share, numpy_stream(seed, Purpose.HOLDOUT, unit))] = True
+    trained = ~touching(pool, held)
+    while len(robbed := np.setdiff1d(np.arange(len(sizes)), client[trained])):
+        held &= ~touching(pool, np.isin(client, robbed))
+        trained = ~touching(pool, held)
+    cuts = np.cumsum(sizes)[:-1]
+    own, out = ([np.flatnonzero(part) for part in np.split(side, cuts)] for side in (trained, held))
+    return own, out
 
 
-def _units(pool: Pool, stretches: Rows) -> list[tuple[int, Rows]]:
+def _linked_clients(client: Rows, clients: int, stretches: Rows) -> list[tuple[int, Rows]]:
     """Return (first client, examples) of every set of clients that share units with each other."""
-    lowest = np.arange(len(pool.offsets) - 1)  # the lowest client that each client is known to be linked to
+    lowest = np.arange(clients)  # the lowest client that each client is known to be linked to
     while True:
-        of_stretch = np.full(int(stretches.max()) + 1, len(lowest))
-        np.minimum.at(of_stretch, stretches, lowest[pool.client])
+        of_stretch = np.full(int(stretches.max()) + 1, clients)
+        np.minimum.at(of_stretch, stretches, lowest[client])
         linked = lowest.copy()
-        np.minimum.at(linked, pool.client, of_stretch[stretches])
+        np.minimum.at(linked, client, of_stretch[stretches])
         if np.array_equal(linked, lowest):
             break
         lowest = linked
-    unit = lowest[pool.client]
+    unit = lowest[client]
     order = np.argsort(unit, kind="stable")
     parts = np.split(order, np.flatnonzero(np.diff(unit[order])) + 1)
     return [(int(unit[part[0]]), part) for part in parts]
 
 
 def _chosen(spans: Spans, stretches: Rows, members: Rows, share: float, stream: np.random.Generator) -> Rows:
-    """Return the examples that one unit gives: about its share of them, each with nearly the same chance."""
+    """Return the examples that one set of clients gives: about its share of them, each with nearly the same chance."""
     count = min(int(share * len(members) + stream.random()), len(members) - 1)
     ordered = members[np.lexsort((spans[members, 0], stretches[members]))]
     pieces = np.split(ordered, np.flatnonzero(np.diff(stretches[ordered])) + 1)
@@ -293,6 +271,6 @@ def _cut(spans: Spans, count: int, stream: np.random.Generator) -> NDArray[np.bo
     at_an_end = [(int(start), 1) for start in stream.permutation([0, size - count])]
     for start, least in (*anywhere, *at_an_end):
         cut = (np.arange(size) - start) % size < count
-        if np.count_nonzero(~_touching(spans, cut)) >= max(least, 1):
+        if np.count_nonzero(~touching(spans, cut)) >= max(least, 1):
             return cut
     return None

@@ -116,7 +116,7 @@ class Probe:
         return product.double()
 
     def zeros(self) -> Tensor:
-        """Return a float64 zero vector of the parameters' size, on the model's device."""
+        """Return a float64 zero vector on the model's device."""
         return torch.zeros_like(self.trainer.flat.vector, dtype=torch.float64)
 
 
@@ -151,13 +151,7 @@ def _cosine(a: Tensor, b: Tensor) -> float | None:
 
 
 def spread(probe: Probe, point: Point, replacements: Sequence[Examples] | None = None) -> Spread:
-    """Measure the clients' gradients in two passes.
-
-    Args:
-        probe: The clients.
-        point: Where.
-        replacements: Measure these sets of examples instead of the clients' own, one per client.
-    """
+    """Measure the clients' gradients in two passes, or those of other examples given instead, one set per client."""
     mean, units, norms = probe.zeros(), probe.zeros(), []
     data = [None] * len(probe.clients) if replacements is None else list(replacements)
     for (client, share), examples in zip(probe.shares(), data, strict=True):
@@ -185,17 +179,12 @@ def spread(probe: Probe, point: Point, replacements: Sequence[Examples] | None =
     )
 
 
-def regulariser(probe: Probe, point: Point) -> float:
-    """Return r(x)."""
-    return spread(probe, point).r
-
-
 def regulariser_gradient(probe: Probe, point: Point, *, exact: bool = True, step: float | None = None) -> Tensor:
     """Return ∇r(x) = Σ p_i ∇²f_i(x)(g_i − ḡ), in two passes over the clients.
 
     Args:
         probe: The clients.
-        point: Where.
+        point: x.
         exact: Use Hessian-vector products. Otherwise use displaced gradients (Lemma 1), which need no second
             derivative and no more memory than training.
         step: Without ``exact``: the displacement is step·(g_i − ḡ) to one side, as in FedGA with β = step, and the

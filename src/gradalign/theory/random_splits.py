@@ -16,7 +16,7 @@ from torch import Tensor
 from gradalign.client.flat import Point
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks.batches import Examples, join_batches
-from gradalign.tasks.holdout import spans_of
+from gradalign.tasks.holdout import spans_of, stretches_of
 from gradalign.theory.probe import Probe
 
 LEVEL = 0.05
@@ -83,8 +83,7 @@ def pieces_of(probe: Probe) -> list[list[NDArray[np.int64]]]:
         count = len(probe.task.client(client))
         spans = spans_of([groups[client]], [count])[0][probe.rows(client, count).numpy()]
         order = np.argsort(spans[:, 0], kind="stable")
-        apart = spans[order[1:], 0] > np.maximum.accumulate(spans[order, 1])[:-1]
-        stretches = np.split(order, np.flatnonzero(apart) + 1)
+        stretches = np.split(order, np.flatnonzero(np.diff(stretches_of(spans)[order])) + 1)
         longest = math.ceil(len(order) / 8)
         found.append([part for s in stretches for part in np.array_split(s, math.ceil(len(s) / longest))])
     return found
