@@ -190,9 +190,9 @@ def _is_texts(batch: Any) -> bool:
 
 def _parts(batch: Any) -> list[Any] | None:
     """Return what a container holds; None for anything else."""
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    return list(batch) if isinstance(batch, tuple | list) else None
+    if isinstance(batch, tuple | list):
+        return list(batch)
+    return list(batch.values()) if isinstance(batch, Mapping) else None
 
 
 def _joined_tensors(tensors: Sequence[Any]) -> Tensor:
