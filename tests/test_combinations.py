@@ -1,4 +1,4 @@
-"""Plans and shifts add up, whatever is joined and in which order."""
+"""Plans and blends add up, whatever is joined and in which order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradalign as ga
-from gradalign.algorithms.plan import ClientView, Combination, Plan, Shift, combine
+from gradalign.algorithms import LargeBatchGradAlign, known_algorithms
+from gradalign.algorithms.plan import Blend, ClientView, Combination, Plan, SharedSums, combine
 
 numbers = st.floats(-10, 10).map(lambda v: round(v, 3))
 vectors = st.lists(numbers, min_size=2, max_size=2).map(lambda v: torch.tensor(v, dtype=torch.float64))
@@ -38,11 +39,19 @@ def test_plans_add_up(a, b):
     assert both.every_step == (a.every_step or b.every_step)
 
 
-@given(st.none() | vectors, st.none() | vectors, numbers, numbers)
-def test_shifts_add_up(a, b, along, more):
-    both = Shift(a, along) + Shift(b, more)
-    assert of(both.common) == pytest.approx([x + y for x, y in zip(of(a), of(b), strict=True)])
-    assert both.along == pytest.approx(along + more)
+@given(vectors, vectors, vectors, st.lists(numbers, min_size=4, max_size=4), st.booleans())
+def test_blends_add_up(first, second, gradient, strengths, same):
+    one, other = Blend(first, *strengths[:2]), Blend(first if same else second, *strengths[2:])
+    expected = [x + y for x, y in zip(of(one.of(gradient)), of(other.of(gradient)), strict=True)]
+    assert of((one + other).of(gradient)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_blend_is_the_formula_and_asks_for_a_gradient_only_where_it_uses_one():
+    mean, own = torch.tensor([2.0, 3.0]), torch.tensor([5.0, -1.0])
+    assert torch.equal(Blend(mean, 0.3, 0.3).of(own), -0.3 * (mean - own))
+    assert torch.equal(Blend(mean, 0.0, 0.3).of(None), -0.3 * mean)
+    with pytest.raises(ga.GradalignError, match="needs the clients' gradients"):
+        Blend(mean, 0.3, 0.3).of(None)
 
 
 def view(**more) -> ClientView:
@@ -61,7 +70,7 @@ def view(**more) -> ClientView:
 
 def plan_of(algorithm) -> Plan:
     joined = combine(algorithm)
-    return joined.plan({part.label: view() for part in joined.parts})
+    return joined.plan({part.label: view() for part in joined.parts}).written_out(view().gradient)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def plan_of(algorithm) -> Plan:
         (ga.FedAvg(), [0, 0], [0, 0], 0),
         (ga.FedProx(mu=0.7), [0, 0], [0, 0], 0.7),
         (ga.FedGA(beta=0.5), [1.5, -2.0], [0, 0], 0),
-        (ga.GradAlign(beta=0.5), [1.5, -2.0], [0, 0], 0),
+        (LargeBatchGradAlign(beta=0.5), [1.5, -2.0], [0, 0], 0),
         (ga.Scaffold(), [0, 0], [-3.0, 4.0], 0),
         (ga.Scaffold(control="kept"), [0, 0], [1.0, -1.25], 0),
         (ga.FedDyn(alpha=0.2), [0, 0], [-0.5, -0.25], 0.2),
@@ -78,7 +87,7 @@ def plan_of(algorithm) -> Plan:
         (ga.LinearScaling(), [0.0, -1.53], [0, 0], 0),
         (ga.LinearScaling(aligned=False), [0, 0], [0, 0], 0),
         (ga.FedProx(mu=0.7) + ga.FedDyn(alpha=0.2), [0, 0], [-0.5, -0.25], 0.9),
-        (ga.FedGA(beta=0.5) + ga.GradAlign(beta=0.1), [1.8, -2.4], [0, 0], 0),
+        (ga.FedGA(beta=0.5) + LargeBatchGradAlign(beta=0.1), [1.8, -2.4], [0, 0], 0),
         (ga.FedGA(beta=0.5) + ga.LinearScaling(), [1.5, -3.53], [0, 0], 0),
         (ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.2), [0, 0], [0.5, -1.5], 0.2),
         (ga.FedGA(beta=0.5) + ga.FedProx(mu=0.7) + ga.Scaffold(), [1.5, -2.0], [-3.0, 4.0], 0.7),
@@ -92,7 +101,7 @@ def test_every_plan_by_hand(algorithm, v, c, mu):
     assert found.pull == pytest.approx(mu)
 
 
-@pytest.mark.parametrize("other", [ga.FedProx(mu=0.1), ga.Scaffold(), ga.FedAvg(), ga.GradAlign(beta=0.1)])
+@pytest.mark.parametrize("other", [ga.FedProx(mu=0.1), ga.Scaffold(), ga.FedAvg(), LargeBatchGradAlign(beta=0.1)])
 def test_a_step_form_stays_one_in_every_combination(other):
     inside = ga.FedGA(beta=0.5, form="step")
     assert plan_of(inside).every_step
@@ -102,24 +111,67 @@ def test_a_step_form_stays_one_in_every_combination(other):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [ga.FedGA(beta=0.5), ga.FedGA(beta=0.5) + ga.GradAlign(beta=0.1), ga.FedGA(beta=0.0) + ga.FedAvg()]
+    "algorithm",
+    [ga.FedGA(beta=0.5), ga.FedGA(beta=0.5) + LargeBatchGradAlign(beta=0.1), ga.FedGA(beta=0.0) + ga.FedAvg()],
 )
-def test_a_shift_is_the_plan_in_another_form(algorithm):
+def test_what_only_displaces_is_planned_without_the_client_s_own_gradient(algorithm):
     joined, seen = combine(algorithm), view()
-    found = joined.shift(seen.mean_gradient)
-    expected = plan_of(algorithm)
-    total = torch.tensor(of(found.common)) + found.along * seen.gradient
-    assert total.tolist() == pytest.approx(of(expected.displacement), abs=1e-6)
+    assert joined.only_displaces
+    found = joined.plan({part.label: view(gradient=None) for part in joined.parts})
+    assert of(found.displaced(seen.gradient)) == pytest.approx(of(plan_of(algorithm).displacement), abs=1e-6)
 
 
 @pytest.mark.parametrize("part", [ga.FedProx(mu=0.1), ga.Scaffold(), ga.FedDyn(), ga.LinearScaling()])
-def test_what_is_more_than_a_shift_is_none(part):
-    assert combine(part).shift(torch.zeros(2)) is None
-    assert (ga.FedGA(beta=0.1) + part).shift(torch.zeros(2)) is None
+def test_what_does_more_than_displace_says_so(part):
+    assert not combine(part).only_displaces
+    assert not (ga.FedGA(beta=0.1) + part).only_displaces
+
+
+def test_a_variant_of_one_s_own_does_not_claim_to_only_displace():
+    class Twice(ga.FedGA):
+        def plan(self, view):
+            return super().plan(view) + super().plan(view)
+
+    assert not Twice(beta=0.1).only_displaces
+
+
+def test_a_round_s_algorithm_as_plain_values_and_back():
+    joined = ga.FedGA(beta=ga.Warmup(value=0.4, rounds=4)) + ga.FedProx(mu=0.3) + ga.FedAdam(lr=0.03)
+    values = joined.at(2).values()
+    assert values == {"fedga": {"beta": 0.2, "form": "start"}, "fedprox": {"mu": 0.3}}
+    assert joined.with_values(values) == joined.at(2)
+    assert joined.with_values(joined.values()).parts[0] is joined.parts[0]
+    assert Combination.from_values(values, known_algorithms()).parts == joined.at(2).parts
+
+
+def test_an_algorithm_is_known_as_soon_as_it_is_defined():
+    class FedHalf(ga.FedAvg):
+        pass
+
+    class FedGA(ga.FedGA):
+        """Somebody's own with the name of ours."""
+
+    known = known_algorithms()
+    assert known["fedhalf"] is FedHalf
+    assert known["fedga"] is ga.FedGA
+    assert list(known)[:8] == [
+        "fedavg", "fedprox", "scaffold", "fedga", "gradalign", "largebatchsgd", "linearscaling", "feddyn"
+    ]  # fmt: skip
+    assert known["gradalign"] is LargeBatchGradAlign
+
+
+def test_the_server_s_vector_after_a_round():
+    sums = {"update": torch.zeros(2), "total_step_size": 0.3, "reported": 3, "clients": 12}
+    change = torch.tensor([4.0, -8.0])
+    kept, nothing = SharedSums(kept_change=change, **sums), SharedSums(kept_change=None, **sums)
+    for algorithm in (ga.Scaffold(control="kept"), ga.FedDyn()):
+        assert algorithm.next_shared(None, kept).tolist() == [1.0, -2.0]
+        assert algorithm.next_shared(torch.ones(2), kept).tolist() == [2.0, -1.0]
+    assert ga.FedGA(beta=0.1).next_shared(None, nothing) is None
 
 
 def test_the_strengths_add_up_and_follow_their_schedules():
-    joined = ga.FedGA(beta=ga.Warmup(value=0.4, rounds=4)) + ga.GradAlign(beta=0.1)
+    joined = ga.FedGA(beta=ga.Warmup(value=0.4, rounds=4)) + LargeBatchGradAlign(beta=0.1)
     assert joined.at(2).beta == pytest.approx(0.3)
     assert joined.at(9).beta == pytest.approx(0.5)
     assert (ga.FedAvg() + ga.FedProx(mu=0.3)).at(0).beta == 0.0
@@ -132,7 +184,7 @@ def test_the_strengths_add_up_and_follow_their_schedules():
         (ga.FedProx(), False, 0, False),
         (ga.FedGA(beta=0.1), True, 0, False),
         (ga.FedGA(beta=0.0), False, 0, False),
-        (ga.GradAlign(beta=0.1), True, 0, True),
+        (LargeBatchGradAlign(beta=0.1), True, 0, True),
         (ga.LargeBatchSGD(), False, 0, True),
         (ga.LinearScaling(), True, 0, True),
         (ga.LinearScaling(aligned=False), False, 0, True),
@@ -140,7 +192,7 @@ def test_the_strengths_add_up_and_follow_their_schedules():
         (ga.Scaffold(control="kept"), False, 1, False),
         (ga.FedDyn(), False, 1, False),
         (ga.FedDyn() + ga.Scaffold(control="kept") + ga.FedGA(beta=0.1), True, 2, False),
-        (ga.FedProx() + ga.GradAlign(beta=0.1), True, 0, True),
+        (ga.FedProx() + LargeBatchGradAlign(beta=0.1), True, 0, True),
     ],
     ids=lambda value: combine(value).label if not isinstance(value, int) else "",
 )
@@ -184,7 +236,12 @@ def test_half_a_gradient_phase_is_none(missing):
         view(**{missing: None}).gradients()
 
 
-@pytest.mark.parametrize("missing", ["kept", "shared"])
-def test_half_a_memory_is_none(missing):
+def test_a_memory_without_the_server_s_vector_is_none():
     with pytest.raises(ga.GradalignError, match="kept vector and the server's"):
-        view(**{missing: None}).memory()
+        view(shared=None).memory()
+
+
+def test_a_client_never_seen_has_kept_zeros():
+    own, shared = view(kept=None).memory()
+    assert own.tolist() == [0.0, 0.0]
+    assert torch.equal(shared, view().shared)

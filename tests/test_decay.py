@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradalign as ga
+from exchanges import group_of, told, trainer_of, who
 from gradalign.algorithms.plan import Plan
 from gradalign.client.flat import Point
-from gradalign.client.trainer import LocalTrainer
-from gradalign.fast.group import GroupTrainer
-from gradalign.fast.large import LargeWeight
-from gradalign.fast.linear import ProductLinear
+from gradalign.client.trainer import ClientTrainer
+from gradalign.fast import Group
+from gradalign.fast.linear import LargeWeight, ProductLinear
 
 STEPS, LR = 200, 0.01
 TINY = 3e-8
@@ -54,13 +54,11 @@ def lost(end: Tensor, without: Tensor, start: Tensor) -> float:
     return float((without.double() - end.double()) @ start / start.square().sum())
 
 
-def trained(trainer: LocalTrainer | GroupTrainer, start: Point, task: ga.Task) -> Tensor:
-    if isinstance(trainer, LocalTrainer):
-        reply = trainer.train(start, Plan(), task.client(0), client=0, round_index=0, lr=LR)
-    else:
-        clients = range(len(task.clients))
-        reply = trainer.train(start, clients, [Plan()] * len(clients), round_index=0, lr=LR)[0]
-    return start.x + reply.update
+def trained(trainer: ClientTrainer | Group, start: Point, task: ga.Task) -> Tensor:
+    said, clients = told(start, lr=LR, one_by_one=True), who(range(len(task.clients)))
+    if isinstance(trainer, Group):
+        return start.x + trainer.train(said, clients)[0].vector
+    return start.x + trainer.train(said, clients[0], Plan(), task.client(0)).vector
 
 
 @pytest.mark.parametrize(
@@ -73,11 +71,11 @@ def test_decay_over_many_steps_is_that_of_double_precision(way, share):
     for decay in (share / LR, 0.0):
         local = ga.LocalTraining(steps=STEPS, weight_decay=decay)
         if way == "cohort":
-            trainer = GroupTrainer(task, local, 0, clients_per_round=25)
+            trainer = group_of(task, local, clients_per_round=25)
             assert trainer.cohort is not None
             start = trainer.one.flat.read()
         else:
-            trainer = LocalTrainer(task, local, 0)
+            trainer = trainer_of(task, local)
             assert isinstance(trainer.flat.module[0], ProductLinear)
             start = trainer.flat.read()
         ends.append(trained(trainer, start, task))
@@ -95,7 +93,7 @@ def test_decay_of_factors_is_that_of_double_precision(share, given):
     start, grad_output, inputs = draw(5, 4), draw(2, given, 5), draw(2, given, 4)
     weight = LargeWeight(start, grad_output, inputs, -1.0)
     more, rows = draw(6, 5), draw(6, 4)
-    weight.keep = torch.tensor([[1.0 - share], [1.0]], dtype=torch.float64)  # the second client's step does not decay
+    weight.shrink = torch.tensor([[1.0 - share], [1.0]], dtype=torch.float64)  # the second client's step does not decay
     weight.step(more, rows)
     for _ in range(400):
         weight.step(torch.zeros(2, 5), torch.zeros(2, 4))

@@ -11,10 +11,9 @@ from torch import nn
 
 import gradalign as ga
 from conftest import vector
+from exchanges import group_of, told, trainer_of, who
 from gradalign.client.flat import FlatModel, all_finite
-from gradalign.client.trainer import LocalTrainer
-from gradalign.fast.eligible import layers_of
-from gradalign.fast.group import GroupTrainer
+from gradalign.fast.eligible import cohort_layers
 from gradalign.fast.linear import ProductLinear
 from gradalign.fast.stacks import FasterStack, filled_channels, pooled_first, run_stacks_faster
 from gradalign.recipes.build import build_federation
@@ -60,7 +59,7 @@ def small(clients: int, sizes: list[int]) -> ga.Task:
 
 
 def has_faster_stacks(task: ga.Task) -> bool:
-    model = LocalTrainer(task, ga.LocalTraining(), 0).flat.module
+    model = trainer_of(task, ga.LocalTraining()).flat.module
     return any(isinstance(part.forward, FasterStack) for part in model.modules())
 
 
@@ -97,8 +96,10 @@ LOCALS = [
 @pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
 def test_cohorts_agree_with_the_per_client_loop(algorithm, local):
     task = small(30, [7, 7, 4, 12])
-    assert GroupTrainer(task, local, 0, clients_per_round=28).width > 1, "this task should train in cohorts"
-    assert GroupTrainer(task, local, 0, clients_per_round=5).width == 1, "a few clients train one by one"
+    many, few = (group_of(task, local, clients_per_round=n) for n in (28, 5))
+    said = told(many.one.flat.read(), algorithm)
+    assert many.width(said) > 1, "this task should train in cohorts"
+    assert few.width(said) == 1, "a few clients train one by one"
     close(both(task, algorithm, local, clients_per_round=28))
 
 
@@ -160,12 +161,12 @@ def test_what_cohorts_cannot_do_takes_the_per_client_path(change):
     from dataclasses import replace
 
     task = replace(small(4, [6]), **change)
-    assert layers_of(task, task.make_model(0)) is None
+    assert cohort_layers(task, task.make_model(0)) is None
 
 
 def test_the_digits_task_trains_in_cohorts_and_says_so_in_its_spec(tmp_path):
     task = digits(clients=6, classes_per_client=3)
-    assert layers_of(task, task.make_model(0)) is not None
+    assert cohort_layers(task, task.make_model(0)) is not None
     ga.run(task, ga.FedAvg(), rounds=1, workers=0, fast=False, out=tmp_path / "r")
     assert "fast = false" in (tmp_path / "r/spec.toml").read_text()
     with pytest.raises(ga.GradalignError, match=r"fast \(False there, True now\)"):
@@ -228,7 +229,7 @@ def test_activations_in_place_agree_in_cohorts(activation):
     model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 8), activation(inplace=True), nn.Linear(8, 3))  # noqa: E731
     plain = small(26, [9])
     task = ga.Task(model=model, clients=plain.clients, test=plain.client(0))
-    assert GroupTrainer(task, LOCALS[0], 0, clients_per_round=26).cohort is not None
+    assert group_of(task, LOCALS[0], clients_per_round=26).cohort is not None
     close(both(task, ga.FedGA(beta=0.1), LOCALS[0]))
 
 
@@ -275,24 +276,24 @@ def wide_task(model=wide, **more) -> ga.Task:
     return ga.Task(model=model, clients=data, test=data[0], **more)
 
 
-def keeps_products(task: ga.Task) -> bool:
-    return any(isinstance(part, ProductLinear) for part in LocalTrainer(task, LOCALS[0], 0).flat.module.modules())
+def leaves_factors(task: ga.Task) -> bool:
+    return any(isinstance(part, ProductLinear) for part in trainer_of(task, LOCALS[0]).flat.module.modules())
 
 
 @pytest.mark.parametrize("local", LOCALS, ids=["steps", "epochs", "clipped"])
 @pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
 def test_products_of_large_layers_agree_with_written_out_gradients(algorithm, local):
-    assert keeps_products(wide_task())
+    assert leaves_factors(wide_task())
     close(both(wide_task(), algorithm, local))
 
 
 def test_a_product_is_the_gradient():
     torch.manual_seed(3)
     layer = ProductLinear(4, 5)
-    layer.kept = []
+    layer.recorded = []
     inputs = torch.randn(2, 3, 4, requires_grad=True)
     layer(inputs).square().sum().backward()
-    (grad_output, rows), *others = layer.kept
+    (grad_output, rows), *others = layer.recorded
     assert not others
     assert layer.weight.grad is None
     outputs = inputs @ layer.weight.T + layer.bias
@@ -326,11 +327,11 @@ def tied_wide() -> nn.Module:
 
 
 def test_products_are_kept_only_where_nobody_else_asks_for_the_gradient():
-    assert not keeps_products(wide_task(Penalised))
-    assert not keeps_products(wide_task(hooked_wide))
-    assert not keeps_products(wide_task(predict=lambda model, batch: (model(batch[0]), batch[1])))
-    assert not keeps_products(wide_task(lambda: nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 3))))
-    trainer = LocalTrainer(wide_task(tied_wide), LOCALS[0], 0)
+    assert not leaves_factors(wide_task(Penalised))
+    assert not leaves_factors(wide_task(hooked_wide))
+    assert not leaves_factors(wide_task(predict=lambda model, batch: (model(batch[0]), batch[1])))
+    assert not leaves_factors(wide_task(lambda: nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 3))))
+    trainer = trainer_of(wide_task(tied_wide), LOCALS[0])
     kinds = [isinstance(layer, ProductLinear) for layer in trainer.flat.module]
     assert kinds == [True, False, False, False, False], "the shared weight is not taken"
     close(both(wide_task(tied_wide), ga.FedGA(beta=0.1), LOCALS[0]))
@@ -344,8 +345,8 @@ def test_bfloat16_is_close_on_request_and_never_exact():
     assert all(p.dtype == torch.float32 for p in runs[1].model.parameters())
     found = []
     for local in (exact, rough):
-        trainer = LocalTrainer(task, local, 0)
-        found.append(trainer.gradient(trainer.flat.read(), task.client(0), client=0, round_index=0).gradient)
+        trainer = trainer_of(task, local)
+        found.append(trainer.gradient(told(trainer.flat.read()), *who([0]), task.client(0)).vector)
     error = float((found[1] - found[0]).norm() / found[0].norm())
     assert 1e-4 < error < 0.1, "bfloat16 keeps eight bits of a number"
     assert runs[1].history["test_loss"][0] == runs[0].history["test_loss"][0], "evaluation stays exact"

@@ -10,9 +10,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 import gradalign as ga
 from conftest import PointModel, Quadratics, blobs, final_point, quadratic_value, vector
+from exchanges import told, trainer_of, who
+from gradalign.algorithms import LargeBatchGradAlign
 from gradalign.algorithms.plan import Plan
 from gradalign.client.flat import FlatModel
-from gradalign.client.trainer import LocalTrainer, shuffled_batches
+from gradalign.client.trainer import shuffled_batches
 from gradalign.seeding import Purpose, torch_stream
 
 
@@ -140,7 +142,7 @@ def test_gradient_phase_over_some_examples_sees_the_first_batch_of_training():
 
     mean = (gradient(0, x) + gradient(1, x)) / 2
     expected = x - 0.1 * np.mean([gradient(i, x - beta * (mean - gradient(i, x))) for i in range(2)], axis=0)
-    found = final_point(ga.run(problem.task(), ga.GradAlign(beta=beta), rounds=1, local=local, workers=0))
+    found = final_point(ga.run(problem.task(), LargeBatchGradAlign(beta=beta), rounds=1, local=local, workers=0))
     assert np.abs(found - expected).max() < 1e-12
 
 
@@ -148,25 +150,23 @@ def test_gradient_of_a_large_client_is_the_mean_over_all_its_examples():
     """More examples than one chunk holds: the chunks' weighted gradients are one mean."""
     problem = Quadratics.make(1, examples=(1700,))
     task = problem.task()
-    trainer = LocalTrainer(task, ga.LocalTraining(batch_size=10), 0)
-    found = trainer.gradient(trainer.flat.read(), task.client(0), client=0, round_index=0)
-    assert np.abs(found.gradient.numpy() - problem.gradient(0, problem.start)).max() < 1e-12
+    trainer = trainer_of(task, ga.LocalTraining(batch_size=10))
+    found = trainer.gradient(told(trainer.flat.read()), *who([0]), task.client(0))
+    assert np.abs(found.vector.numpy() - problem.gradient(0, problem.start)).max() < 1e-12
 
 
 def test_the_gradient_phase_leaves_buffers_alone_and_training_averages_them():
     task = blobs(clients=3)
-    trainer = LocalTrainer(task, ga.LocalTraining(lr=0.1, steps=2, batch_size=5), 0)
+    trainer = trainer_of(task, ga.LocalTraining(lr=0.1, steps=2, batch_size=5))
     start = trainer.flat.read()
     assert start.floats.numel() == 32
     assert start.ints.tolist() == [0]
-    trainer.gradient(start, task.client(0), client=0, round_index=0)
-    untouched = trainer.train(start, Plan(), task.client(0), client=0, round_index=0, lr=0.1)
-    fresh = LocalTrainer(task, ga.LocalTraining(lr=0.1, steps=2, batch_size=5), 0)
-    direct = fresh.train(start, Plan(), task.client(0), client=0, round_index=0, lr=0.1)
+    trainer.gradient(told(start), *who([0]), task.client(0))
+    untouched = trainer.train(told(start), *who([0]), Plan(), task.client(0))
+    fresh = trainer_of(task, ga.LocalTraining(lr=0.1, steps=2, batch_size=5))
+    direct = fresh.train(told(start), *who([0]), Plan(), task.client(0))
     assert torch.equal(untouched.floats, direct.floats), "a gradient phase before training left a trace"
-    each = [
-        fresh.train(start, Plan(), task.client(i), client=i, round_index=0, lr=0.1).floats.double() for i in range(3)
-    ]
+    each = [fresh.train(told(start), *who([i]), Plan(), task.client(i)).floats.double() for i in range(3)]
     result = ga.run(task, ga.FedAvg(), rounds=1, local=ga.LocalTraining(lr=0.1, steps=2, batch_size=5), workers=0)
     floats, ints = FlatModel(result.model).read_buffers()
     assert torch.allclose(floats.double(), sum(each) / 3, atol=1e-7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,14 +13,15 @@ from torch import nn
 
 import gradalign as ga
 from conftest import vector
+from exchanges import group_of, told, who
 from gradalign.algorithms.plan import ClientView, combine
+from gradalign.client.exchange import GradientCache
 from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
 from gradalign.fast.eligible import lockstep_model
-from gradalign.fast.factors import Shelf
-from gradalign.fast.group import GroupTrainer
-from gradalign.fast.large import LargeWeight, large_product
+from gradalign.fast.linear import GradientFactors, LargeWeight, large_product
 from gradalign.server.federation import Federation, ServerState
 from gradalign.server.rounds import play_round
 
@@ -79,9 +81,10 @@ ALGORITHMS = [
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: combine(a).label)
 def test_lockstep_agrees_with_the_per_client_loop(model, algorithm):
     task = task_of(model)
-    trainer = GroupTrainer(task, LOCAL, 0, clients_per_round=28)
-    assert trainer.lockstep is not None
-    assert trainer.shelf_length(range(28)), "so few examples should fit"
+    group = group_of(task, LOCAL, clients_per_round=28)
+    assert group.lockstep is not None
+    point = group.one.flat.read()
+    assert group.room(told(point, ga.FedGA(beta=0.2)), range(28)) < point.x.numel(), "so few examples should fit"
     close(*runs(task, algorithm, LOCAL))
 
 
@@ -92,7 +95,7 @@ def test_lockstep_agrees_with_the_per_client_loop(model, algorithm):
         ga.LocalTraining(lr=0.1, epochs=4, batch_size=8),
         ga.LocalTraining(lr=0.1, steps=2, batch_size=5, weight_decay=0.1, momentum=0.5),
     ],
-    ids=["limited gradient", "too many rows for a shelf", "not plain"],
+    ids=["limited gradient", "too many rows for factors", "not plain"],
 )
 def test_other_local_settings_agree_too(local):
     task = task_of(convolutional)
@@ -109,7 +112,7 @@ def test_weight_decay_goes_in_lockstep_too(model, algorithm, decay):
     """Also where clients take unequally many steps, and where a step's 1 − lr·decay is negative."""
     local = ga.LocalTraining(lr=0.1, epochs=1, batch_size=4, weight_decay=decay)
     task = task_of(model)
-    assert GroupTrainer(task, local, 0, clients_per_round=28).lockstep is not None
+    assert group_of(task, local, clients_per_round=28).lockstep is not None
     assert len({local.steps_for(len(task.client(client))) for client in range(28)}) > 1
     close(*runs(task, algorithm, local))
 
@@ -128,19 +131,19 @@ def test_bits_do_not_depend_on_the_number_of_workers(algorithm):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_spawned_workers_have_shelves_too():
-    task = ga.Task(model=wide, clients=task_of(wide).clients)
-    clients = [(client, 1.0) for client in range(28)]
-    sums = []
-    for engine in (
-        InProcessEngine(task, LOCAL, 0, clients_per_round=28),
-        PoolEngine(task, LOCAL, 0, 2, clients_per_round=28, method="spawn"),
-    ):
+def test_spawned_workers_find_the_gradients_too():
+    task, algorithm = ga.Task(model=wide, clients=task_of(wide).clients), combine(ga.FedGA(beta=0.2))
+    setup = Setup(task=task, local=LOCAL, clients_per_round=28, algorithm=algorithm)
+    point = FlatModel(task.make_model(0)).read()
+    said = told(point, algorithm, participants=28)
+    found = []
+    for engine in (InProcessEngine(setup), PoolEngine(setup, 2, method="spawn")):
         with engine:
-            point = GroupTrainer(task, LOCAL, 0).one.flat.read()
-            found = engine.gradient_sums(point, clients, round_index=0)
-            sums.append([reply.gradient.clone() for _, reply in found])
-    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+            sums = [reply.vector.clone() for reply in engine.gradients(said, who(range(28)))]
+            trained = engine.train(replace(said, mean=sum(sums) / 28), who(range(28)))
+            found.append([*sums, *(reply.vector.clone() for reply in trained)])
+    assert len(found[0]) == 2 * math.ceil(28 / 5)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_diverging_client_is_named():
@@ -150,7 +153,7 @@ def test_a_diverging_client_is_named():
     for algorithm in (ga.FedAvg(), ga.FedGA(beta=0.2)):
         federation = Federation(task=task, algorithm=combine(algorithm), local=LOCAL, per_round=33)
         with (
-            InProcessEngine(task, LOCAL, 0, clients_per_round=33) as engine,
+            InProcessEngine(Setup(task=task, local=LOCAL, clients_per_round=33)) as engine,
             pytest.raises(ga.GradalignError, match="in round 1 at client 17 "),
         ):
             play_round(federation, engine, start)
@@ -162,19 +165,24 @@ def test_what_cannot_go_in_lockstep_takes_the_per_client_path():
         model[1].weight.register_hook(lambda gradient: 2 * gradient)
         return model
 
-    assert lockstep_model(task_of(wide), LOCAL, 0) is not None
-    assert lockstep_model(task_of(wide), ga.LocalTraining(batch_size=100), 0) is None
-    assert lockstep_model(task_of(wide), ga.LocalTraining(), 0) is None
-    assert lockstep_model(task_of(hooked), LOCAL, 0) is None
-    assert lockstep_model(task_of(lambda: nn.Sequential(*wide(), nn.Dropout())), LOCAL, 0) is None
-    assert lockstep_model(task_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(432, 5))), LOCAL, 0) is None
-    assert lockstep_model(task_of(wide, loss=nn.CrossEntropyLoss(label_smoothing=0.1)), LOCAL, 0) is None
-    assert lockstep_model(task_of(wide, augment=lambda batch: batch), LOCAL, 0) is None
-    assert GroupTrainer(task_of(wide), LOCAL, 0, clients_per_round=10).lockstep is None, (
-        "a few clients train one by one"
-    )
-    assert GroupTrainer(task_of(wide), LOCAL, 0, clients_per_round=28, fast=False).lockstep is None
-    assert GroupTrainer(task_of(wide, sizes=(1500,)), LOCAL, 0, clients_per_round=28).shelf_length([0]) is None
+    def model_of(task: ga.Task, local: ga.LocalTraining = LOCAL) -> nn.Module | None:
+        return lockstep_model(Setup(task=task, local=local))
+
+    assert model_of(task_of(wide)) is not None
+    assert model_of(task_of(wide), ga.LocalTraining(batch_size=100)) is None
+    assert model_of(task_of(wide), ga.LocalTraining()) is None
+    assert model_of(task_of(hooked)) is None
+    assert model_of(task_of(lambda: nn.Sequential(*wide(), nn.Dropout()))) is None
+    assert model_of(task_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(432, 5)))) is None
+    assert model_of(task_of(wide, loss=nn.CrossEntropyLoss(label_smoothing=0.1))) is None
+    assert model_of(task_of(wide, augment=lambda batch: batch)) is None
+    assert group_of(task_of(wide), LOCAL, clients_per_round=10).lockstep is None, "a few clients train one by one"
+    assert group_of(task_of(wide), LOCAL, clients_per_round=28, fast=False).lockstep is None
+    large = group_of(task_of(wide, sizes=(1500,)), LOCAL, clients_per_round=28)
+    point = large.one.flat.read()
+    (reply,) = large.gradients(told(point, ga.FedGA(beta=0.2)), who([0]))
+    assert large.cache.get(0).rows is None, "so many examples do not fit"
+    assert torch.equal(large.cache.get(0).vector, reply.vector)
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.booleans())
@@ -201,7 +209,7 @@ def test_a_large_weight_is_what_its_factors_say(clients, rows, given_rows, share
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.floats(-2, 2))
-def test_a_shelf_gives_back_what_was_put(rows, along):
+def test_the_cache_gives_back_the_factors_that_were_put(rows, along):
     generator = torch.Generator().manual_seed(len(rows))
     shapes, large = [torch.Size([4, 3]), torch.Size([2])], [True, False]
     count, most = len(rows), max(rows)
@@ -209,33 +217,35 @@ def test_a_shelf_gives_back_what_was_put(rows, along):
     for client, own in enumerate(rows):
         grad_output[client, own:] = 0.0
     inputs, bias = torch.randn(count, most, 3, generator=generator), torch.randn(count, 2, generator=generator)
-    shelf = Shelf(shapes, large)
-    shelves = [torch.full((shelf.length(most + 1),), math.nan) for _ in rows]
-    shelf.put([LargeWeight(torch.zeros(4, 3), grad_output, inputs, 1.0), bias], rows, shelves)
+    factors, cache = GradientFactors(shapes, large), GradientCache()
+    found = [LargeWeight(torch.zeros(4, 3), grad_output, inputs, 1.0), bias]
+    for client, own in enumerate(rows):
+        cache.put(client, *factors.parts(found, client, own), rows=own)
+        assert len(cache.get(client).vector) == factors.length(own)
+        dense = torch.cat([(grad_output[client].mT @ inputs[client]).flatten(), bias[client]])
+        assert torch.allclose(factors.dense(cache.get(client)), dense, atol=1e-5)
     at = LargeWeight.at(torch.zeros(4, 3), count, 1.0)
-    weight, moved = shelf.displace([at, torch.ones(count, 2)], along, shelves)
+    cached = [cache.get(client) for client in range(count)]
+    weight, moved = factors.displace([at, torch.ones(count, 2)], along, cached)
     assert torch.allclose(weight.grad_output.mT @ weight.inputs, along * grad_output.mT @ inputs, atol=1e-5)
     assert torch.allclose(moved, 1.0 + along * bias, atol=1e-6)
 
 
 @given(st.floats(0, 3), st.integers(1, 6))
-def test_a_shift_is_the_plan_and_sums_to_zero(beta, clients):
+def test_a_blend_is_the_formula_and_sums_to_zero(beta, clients):
     generator = torch.Generator().manual_seed(clients)
     gradients = torch.randn(clients, 7, generator=generator, dtype=torch.float64)
     weights = torch.rand(clients, generator=generator, dtype=torch.float64) + 0.1
     shares = weights / weights.sum()
     mean = shares @ gradients
     algorithm = ga.FedGA(beta=beta) + ga.FedAvg() + ga.FedAdam()
-    shift = algorithm.shift(mean)
-    assert shift is not None
-    shifted = shift.common + shift.along * gradients
-    for own, share, displacement in zip(gradients, shares, shifted, strict=True):
-        view = ClientView(x=mean, lr=0.1, weight=float(share), participants=clients, gradient=own, mean_gradient=mean)
-        planned = ga.FedGA(beta=beta).plan(view).displacement
-        assert torch.allclose(displacement, torch.zeros(7, dtype=torch.float64) if planned is None else planned)
-    assert float((shares @ shifted).norm()) < 1e-12
-    assert (algorithm + ga.FedProx(mu=0.1)).shift(mean) is None
-    assert combine(ga.Scaffold()).shift(mean) is None
+    displacements = []
+    for own, share in zip(gradients, shares, strict=True):
+        view = ClientView(x=mean, lr=0.1, weight=float(share), participants=clients, mean_gradient=mean)
+        found = algorithm.plan({"fedga": view}).displaced(own)
+        displacements.append(torch.zeros(7, dtype=torch.float64) if found is None else found)
+        assert torch.allclose(displacements[-1], -beta * mean + beta * own)
+    assert float((shares @ torch.stack(displacements)).norm()) < 1e-12
 
 
 def test_a_variant_of_fedga_keeps_its_own_plan():
@@ -243,5 +253,5 @@ def test_a_variant_of_fedga_keeps_its_own_plan():
         def plan(self, view):
             return super().plan(view) + super().plan(view)
 
-    assert Twice(beta=0.1).shift(torch.zeros(3)) is None
+    assert not Twice(beta=0.1).only_displaces
     close(*runs(task_of(convolutional), Twice(beta=0.1), LOCAL))

@@ -12,10 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.client.trainer import shuffled_batches
-from gradalign.fast.batches import client_losses, plan_batches
+from exchanges import told, who
+from gradalign.client.flat import Point
+from gradalign.client.trainer import Setup, shuffled_batches
+from gradalign.fast.batches import Neighbours, client_losses, plan_batches
 from gradalign.fast.products import cross_entropies, own_product, shared_product, stepping_product
 from gradalign.seeding import Purpose, torch_stream
+from gradalign.tasks.data import TensorExamples
 
 sizes = st.integers(1, 5)
 
@@ -91,7 +94,10 @@ def test_clients_of_one_size_get_the_batches_of_the_path_for_one(size, batch, st
     """Three clients whose data lie one after another: row k of client i is the i-th stream's plus where i begins."""
     local = ga.LocalTraining(batch_size=batch, **({"steps": steps} if steps else {"epochs": epochs}))
     starts = [0, size, 2 * size]
-    found = plan_batches(local, 5, [size] * 3, starts, [4, 0, 9], round_index=2, dtype=torch.float32)
+    nothing, data = torch.empty(0), [TensorExamples((torch.ones(size, 1),))] * 3
+    setup = Setup(task=ga.Task(model=torch.nn.Linear(1, 1), clients=[(torch.ones(1, 1),)]), local=local, seed=5)
+    group = Neighbours(told(Point(nothing, nothing, nothing), round=2), who([4, 0, 9]), data)
+    found = plan_batches(setup, group, starts, torch.float32)
     many = steps or epochs * -(-size // batch)
     assert found.steps == [many] * 3
     assert found.weights == found.active == [None] * many

@@ -8,6 +8,7 @@ import torch
 
 import gradalign as ga
 from conftest import vector
+from gradalign.algorithms import LargeBatchGradAlign
 from reference import UNMEASURED, Problem, Settings, play, record
 
 # 6 of 7 clients a round, of which some fall silent; batches of 4 leave rests of 1, 2 and 3.
@@ -32,7 +33,7 @@ ALGORITHMS = {
     "fedadam": (ga.FedAdam(lr=0.1, beta1=0.7), Settings(server="adam", server_lr=0.1, beta1=0.7)),
     "fedyogi": (ga.FedYogi(lr=0.1, beta2=0.9), Settings(server="yogi", server_lr=0.1, beta2=0.9)),
     "two pulls": (ga.FedProx(mu=0.5) + ga.FedDyn(alpha=0.4), Settings(mu=0.5, dyn=0.4)),
-    "two displacements": (ga.FedGA(beta=0.2) + ga.GradAlign(beta=0.1), Settings(beta=0.3)),
+    "two displacements": (ga.FedGA(beta=0.2) + LargeBatchGradAlign(beta=0.1), Settings(beta=0.3)),
     "step and a pull": (ga.FedGA(beta=0.3, form="step") + ga.FedProx(mu=0.7), Settings(beta=0.3, inside=True, mu=0.7)),
     "a pull and step": (ga.FedProx(mu=0.7) + ga.FedGA(beta=0.3, form="step"), Settings(beta=0.3, inside=True, mu=0.7)),
     "fresh and displaced": (ga.Scaffold() + ga.FedGA(beta=0.3), Settings(beta=0.3, scaffold="fresh")),
@@ -45,7 +46,7 @@ ALGORITHMS = {
 }
 ONE_STEP = {
     "large batches": (ga.LargeBatchSGD(), Settings()),
-    "gradalign": (ga.GradAlign(beta=0.5), Settings(beta=0.5)),
+    "gradalign": (LargeBatchGradAlign(beta=0.5), Settings(beta=0.5)),
     "linear scaling": (ga.LinearScaling(aligned=False), Settings(linear=False)),
     "aligned scaling": (ga.LinearScaling(), Settings(linear=True)),
     "scaling and a pull": (ga.LinearScaling() + ga.FedProx(mu=0.7), Settings(linear=True, mu=0.7)),

@@ -19,9 +19,8 @@ from torch.nn.utils import parametrizations
 
 import gradalign as ga
 from conftest import vector
-from gradalign.client.trainer import LocalTrainer
-from gradalign.fast.eligible import layers_of
-from gradalign.fast.group import GroupTrainer
+from exchanges import group_of, trainer_of
+from gradalign.fast.eligible import cohort_layers
 from gradalign.fast.linear import ProductLinear
 from gradalign.fast.stacks import FasterStack, Run, _innermost, run_stacks_faster
 
@@ -468,7 +467,7 @@ def test_random_stacks_are_the_same_function(seed):
     found = []
     for fast in (True, False):
         task = task_of(lambda: drawn(seed))
-        trainer = LocalTrainer(task, LOCAL, 0, fast=fast)
+        trainer = trainer_of(task, LOCAL, fast=fast)
         start = trainer.flat.read()
         gradient = trainer.gradient(start, task.client(0), client=0, round_index=0)
         score = trainer.evaluate(start, task.client(0), torch.arange(9))
@@ -478,14 +477,14 @@ def test_random_stacks_are_the_same_function(seed):
 
 
 def test_random_stacks_take_the_fast_way_now_and_then():
-    taken = [LocalTrainer(task_of(lambda seed=seed: drawn(seed)), LOCAL, 0).flat.module for seed in range(16)]
+    taken = [trainer_of(task_of(lambda seed=seed: drawn(seed)), LOCAL).flat.module for seed in range(16)]
     assert sum(isinstance(model.forward, FasterStack) for model in taken) >= 8
 
 
 @pytest.mark.parametrize("name", ["W1", "W2", "W3", "W5", "W6"])
 def test_the_benchmarks_take_their_fast_ways(name):
     workload = dataclasses.replace(WORKLOADS[name], clients=26, size=12, batch=min(WORKLOADS[name].batch, 12))
-    trainer = GroupTrainer(workload.task(workload.data()), workload.local(), 0, clients_per_round=26)
+    trainer = group_of(workload.task(workload.data()), workload.local(), clients_per_round=26)
     layers = list(trainer.one.flat.module.modules())
     faster = any(isinstance(layer.forward, FasterStack) for layer in layers)
     products = any(isinstance(layer, ProductLinear) for layer in layers)
@@ -526,8 +525,8 @@ def replaced_loss() -> nn.Module:
 )  # fmt: skip
 def test_other_losses_keep_cohorts_out(loss):
     task = task_of(small, loss=loss)
-    assert layers_of(task, task.make_model(0)) is None
-    assert layers_of(task_of(small), small()) is not None
+    assert cohort_layers(task, task.make_model(0)) is None
+    assert cohort_layers(task_of(small), small()) is not None
 
 
 def test_a_large_layer_keeps_products_only_in_a_stack_that_nobody_watches():
@@ -543,7 +542,7 @@ def test_a_large_layer_keeps_products_only_in_a_stack_that_nobody_watches():
     }
 
     def kept(change) -> bool:
-        model = LocalTrainer(task_of(lambda: wide(change)), LOCAL, 0).flat.module
+        model = trainer_of(task_of(lambda: wide(change)), LOCAL).flat.module
         return any(isinstance(part, ProductLinear) for part in model)
 
     assert kept(lambda model: None)

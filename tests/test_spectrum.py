@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.client.trainer import LocalTrainer
+from exchanges import trainer_of
 from gradalign.fast.linear import ProductLinear
 from gradalign.fast.spectrum import Shape, convolve, convolve_spectra, spectra_gain, spectrum_of
 from gradalign.fast.stacks import FasterStack
@@ -185,7 +185,7 @@ def test_a_run_by_spectra_agrees_with_the_plain_one(algorithm, inplace):
     ]
     task = ga.Task(model=model, clients=data, test=data[0])
     local = ga.LocalTraining(lr=0.02, steps=3, batch_size=60)
-    trainer = LocalTrainer(task, local, 0)
+    trainer = trainer_of(task, local)
     assert isinstance(trainer.flat.module.forward, FasterStack)
     assert ProductLinear in {type(part) for part in trainer.flat.module}
     assert spectra_gain(Shape((10, 10), (5, 5), (1, 1)), 60, 32, 48)

@@ -13,6 +13,7 @@ from torch import nn
 
 import gradalign as ga
 from conftest import Quadratics, final_point, vector
+from gradalign.algorithms import LargeBatchGradAlign
 
 SIZES = (1, 2, 3, 5)
 MANY_STEPS = [
@@ -24,7 +25,7 @@ MANY_STEPS = [
     ga.FedGA(beta=0.2, form="step"),
     ga.FedDyn(alpha=0.4),
 ]
-ONE_STEP = [ga.LargeBatchSGD(), ga.GradAlign(beta=0.3), ga.LinearScaling(), ga.LinearScaling(aligned=False)]
+ONE_STEP = [ga.LargeBatchSGD(), LargeBatchGradAlign(beta=0.3), ga.LinearScaling(), ga.LinearScaling(aligned=False)]
 EVERYTHING = [*MANY_STEPS, *ONE_STEP, ga.FedAvgM(), ga.FedAdagrad(), ga.FedAdam(), ga.FedYogi()]
 
 
@@ -57,7 +58,7 @@ def test_a_sum_of_two_is_the_same_both_ways_round():
 
 
 def test_a_sum_of_many_is_the_same_in_every_order():
-    many = (ga.LinearScaling(), ga.FedDyn(alpha=0.4), ga.GradAlign(beta=0.3), ga.FedProx(mu=0.3), ga.Scaffold())
+    many = (ga.LinearScaling(), ga.FedDyn(alpha=0.4), LargeBatchGradAlign(beta=0.3), ga.FedProx(mu=0.3), ga.Scaffold())
     ends = [end_of(order) for order in itertools.islice(itertools.permutations(many), 0, 120, 7)]
     assert all(np.array_equal(end, ends[0]) for end in ends)
 

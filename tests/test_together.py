@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch.nn import functional as F
 
 import gradalign as ga
 from conftest import vector
-from gradalign.algorithms.plan import Plan, combine
+from exchanges import group_of, told, who
+from gradalign.algorithms.plan import Blend, Plan, combine
 from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
-from gradalign.fast.group import GroupTrainer
 from gradalign.server.federation import Federation, ServerState
 from gradalign.server.rounds import play_round
 from gradalign.tasks.data import TensorExamples
@@ -44,8 +46,8 @@ def task_of(model, change=lambda client, data: data) -> ga.Task:
 
 
 def trains_together(task: ga.Task, local: ga.LocalTraining = LOCAL) -> bool:
-    trainer = GroupTrainer(task, local, 0, clients_per_round=CLIENTS)
-    return trainer.cohort is not None or trainer.lockstep is not None
+    group = group_of(task, local, clients_per_round=CLIENTS)
+    return group.width(told(group.one.flat.read())) > 1
 
 
 def agree(task: ga.Task, algorithm=None, local: ga.LocalTraining = LOCAL) -> None:
@@ -160,7 +162,7 @@ def test_too_few_answers_are_too_few_in_groups_too(model):
         task=task, algorithm=combine(ga.FedAvg()), local=LOCAL, per_round=CLIENTS, dropout=0.6, min_fraction=0.9
     )
     with (
-        InProcessEngine(task, LOCAL, 0, clients_per_round=CLIENTS) as engine,
+        InProcessEngine(Setup(task=task, local=LOCAL, clients_per_round=CLIENTS)) as engine,
         pytest.raises(ga.GradalignError, match=f"of {CLIENTS} clients answered the training phase"),
     ):
         play_round(federation, engine, ServerState(point=FlatModel(task.make_model(0)).read()))
@@ -187,7 +189,7 @@ def test_a_client_that_fails_is_named(model, algorithm):
     clients = Breaking()
     task = ga.Task(model=model, clients=clients)
     federation = Federation(task=task, algorithm=combine(algorithm), local=LOCAL, per_round=CLIENTS)
-    with InProcessEngine(task, LOCAL, 0, clients_per_round=CLIENTS) as engine:
+    with InProcessEngine(Setup(task=task, local=LOCAL, clients_per_round=CLIENTS)) as engine:
         clients.broken = True
         with pytest.raises(ga.GradalignError, match="client 7 failed: OSError: the disk is gone"):
             play_round(federation, engine, ServerState(point=FlatModel(task.make_model(0)).read()))
@@ -199,32 +201,63 @@ def test_a_client_with_a_finite_loss_and_an_infinite_update_is_named(model):
     local = ga.LocalTraining(lr=1e20, steps=1, batch_size=8)
     federation = Federation(task=task, algorithm=combine(ga.FedAvg()), local=local, per_round=CLIENTS)
     with (
-        InProcessEngine(task, local, 0, clients_per_round=CLIENTS) as engine,
+        InProcessEngine(Setup(task=task, local=local, clients_per_round=CLIENTS)) as engine,
         pytest.raises(ga.GradalignError, match="in round 1 at client 17 "),
     ):
         play_round(federation, engine, ServerState(point=FlatModel(task.make_model(0)).read()))
 
 
-def test_shelves_are_made_when_gradients_need_them_and_grow():
+def test_room_for_gradients_is_made_when_they_need_it_and_grows():
     task = task_of(wide, lambda client, data: (data[0][: 5 + client // 3], data[1][: 5 + client // 3]))
-    with PoolEngine(task, LOCAL, 0, 1, clients_per_round=CLIENTS) as engine:
+    aligned = combine(ga.FedGA(beta=0.3))
+    with PoolEngine(Setup(task=task, local=LOCAL, clients_per_round=CLIENTS, algorithm=aligned), 1) as engine:
         point = FlatModel(task.make_model(0)).read()
-        list(engine.train_sums(point, [(0, Plan(), 1.0)], round_index=0, lr=0.1))
-        assert engine._buffers.shelves.numel() == 0, "FedAvg has no use for them"
-        few, many = [(client, 1.0) for client in range(3)], [(client, 1.0) for client in range(20)]
-        for clients in (few, many, few):
-            found = sum(reply.gradient.clone() for _, reply in engine.gradient_sums(point, clients, round_index=0))
-            own = sum(
-                reply.gradient.clone() for _, reply in engine.gradients(point, [c for c, _ in clients], round_index=0)
-            )
+        list(engine.train(told(point), who([0])))
+        assert engine._buffers.gradients.numel() == 0, "FedAvg has no use for it"
+        for count in (3, 20, 3):
+            said, plain = told(point, aligned, participants=count), told(point, one_by_one=True)
+            found = sum(reply.vector.clone() for reply in engine.gradients(said, who(range(count))))
+            own = sum(reply.vector.clone() for reply in engine.gradients(plain, who(range(count))))
             assert float((found - own).norm()) < 1e-5 * float(own.norm())
-        assert len(engine._buffers.shelves) == 20
-    assert math.prod(engine._buffers.shelves.shape) < 20 * point.x.numel() / 2
+        assert len(engine._buffers.gradients) == 20
+    assert math.prod(engine._buffers.gradients.shape) < 20 * point.x.numel() / 2
 
 
 def test_settings_that_lockstep_cannot_do_leave_it_out():
     for more in ({"momentum": 0.5}, {"clip_norm": 1.0}):
         assert not trains_together(task_of(wide), ga.LocalTraining(lr=0.1, batch_size=8, **more))
-    trainer = GroupTrainer(task_of(wide), LOCAL, 0, clients_per_round=CLIENTS)
-    assert trainer.sums(True)
-    assert not trainer.sums(False), "FedProx and SCAFFOLD train one by one"
+    group = group_of(task_of(wide), LOCAL, clients_per_round=CLIENTS)
+    point = group.one.flat.read()
+    assert group.width(told(point, ga.FedGA(beta=0.1))) > 1
+    for algorithm in (ga.FedProx(), ga.Scaffold()):
+        assert group.width(told(point, algorithm)) == 1, "FedProx and SCAFFOLD train one by one"
+
+
+@BOTH
+def test_a_client_takes_its_own_gradient_where_nobody_has_asked_for_it(model):
+    """As an algorithm needs that displaces by g_i without a gradient phase: what the phase would have left is used."""
+
+    class Ahead(ga.FedGA):
+        needs_gradients = False
+        uses_own_gradient = True
+        only_displaces = True
+
+        def plan(self, view):
+            return Plan(displacement=Blend(view.x, self.strength, 0.0))
+
+    task, algorithm = task_of(model), combine(Ahead(beta=0.3))
+    group = group_of(task, LOCAL, clients_per_round=CLIENTS)
+    said = told(group.one.flat.read(), algorithm, participants=CLIENTS)
+    several = who(range(group.width(said)))
+    taken = group.gradients(said, several)
+    expected = group.train(said, several)
+    group.cache.entries.clear()
+    found = group.train(said, several)
+    assert torch.equal(found[0].vector, expected[0].vector)
+    assert found[0].examples == expected[0].examples + taken[0].examples
+    one_by_one = group_of(task, LOCAL).train(replace(said, one_by_one=True), several[:1])[0]
+    for other in several[1:]:
+        one_by_one = replace(
+            one_by_one, vector=one_by_one.vector + group_of(task, LOCAL).train(said, [other])[0].vector
+        )
+    assert float((one_by_one.vector - found[0].vector).norm()) < 1e-5 * float(found[0].vector.norm())

@@ -220,6 +220,3 @@ class FedDyn(Algorithm):
     def offset(self, shared: Tensor) -> Tensor | None:
         """Return −h/alpha with this round's h."""
         return -shared / self.alpha
-
-
-GradAlign = LargeBatchGradAlign  # until the wrapper of that name stands alone

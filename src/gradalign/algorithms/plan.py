@@ -69,11 +69,6 @@ class Algorithm:
         return 0
 
     @property
-    def extra_vectors(self) -> int:
-        """Gone when nobody asks for it: see ``extra_down`` and ``extra_up``."""
-        return self.extra_down
-
-    @property
     def needs_gradients(self) -> bool:
         """Whether a round begins with the clients sending g_i and receiving ḡ: one more communication."""
         return False
@@ -159,12 +154,14 @@ class Combination:
 
     def with_values(self, values: Mapping[str, Mapping[str, Any]]) -> Combination:
         """Return the combination with the settings of another one of the same parts."""
-        own = {part.label: part for part in self.parts}
-        parts = [
-            own[label] if own[label].values() == given else replace(own[label], **given)
+        parts = {part.label: part for part in self.parts}
+        changed = {
+            label: {name: value for name, value in given.items() if getattr(parts[label], name) != value}
             for label, given in values.items()
-        ]
-        return Combination(tuple(parts), self.server)
+        }
+        return Combination(
+            tuple(replace(parts[label], **new) if new else parts[label] for label, new in changed.items()), self.server
+        )
 
     @property
     def label(self) -> str:

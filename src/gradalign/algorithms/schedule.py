@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from gradalign.errors import GradalignError
@@ -22,7 +22,14 @@ def _one_of(what: str, **given: object) -> None:
         raise GradalignError(f"{what} is given by {' or '.join(given)}, got {' and '.join(names) or 'neither'}")
 
 
-def _share(what: str, share: float | None) -> None:
+def _span(what: str, rounds: float | None, share: float | None) -> None:
+    if rounds is not None and rounds < 1:
+        raise GradalignError(f"{what} needs rounds >= 1, got {rounds}")
+    if share is not None and not 0.0 < share < math.inf:
+        raise GradalignError(f"{what} needs a share of the run above 0, got {share!r}")
+
+
+def _begin(what: str, share: float | None) -> None:
     if share is not None and not 0.0 <= share < math.inf:
         raise GradalignError(f"{what} needs a share of the run of at least 0, got {share!r}")
 
@@ -30,6 +37,11 @@ def _share(what: str, share: float | None) -> None:
 def _in_rounds(share: float, rounds: int) -> float:
     # Rounded, so that a share which stands for a whole number of rounds is that number: 0.07 · 100 is 7.
     return round(share * rounds, 9)
+
+
+def _length(share: float, rounds: int) -> float:
+    """Return a length in rounds; one round, the shortest, is the same as anything shorter."""
+    return max(1.0, _in_rounds(share, rounds))
 
 
 def _known(rounds: float | None) -> float:
@@ -52,7 +64,7 @@ class Steps:
         if self.at_shares:
             _one_of("when steps are taken", at_rounds=self.at_rounds, at_shares=self.at_shares)
         for share in self.at_shares:
-            _share("a step", share)
+            _begin("a step", share)
 
     def over(self, rounds: int) -> Self:
         """Return the same with rounds for shares."""
@@ -101,7 +113,7 @@ class OffUntil:
 
     def __post_init__(self) -> None:
         _one_of("the end of being off", round=self.round, share=self.share)
-        _share("being off", self.share)
+        _begin("being off", self.share)
 
     def over(self, rounds: int) -> Self:
         """Return the same with a round for a share."""
@@ -133,8 +145,7 @@ class Cosine:
         """Return the same with rounds for a share."""
         if self.rounds is not None:
             return self
-        share = 1.0 if self.share is None else self.share
-        return replace(self, rounds=_length(share, rounds), share=None)
+        return replace(self, rounds=_length(1.0 if self.share is None else self.share, rounds), share=None)
 
     def at(self, round_index: int) -> float:
         """Return the value in force in this round."""
@@ -142,19 +153,9 @@ class Cosine:
         return self.end + (self.value - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def _span(what: str, rounds: float | None, share: float | None) -> None:
-    if rounds is not None and rounds < 1:
-        raise GradalignError(f"{what} needs rounds >= 1, got {rounds}")
-    if share is not None and not 0.0 < share < math.inf:
-        raise GradalignError(f"{what} needs a share of the run above 0, got {share!r}")
-
-
-def _length(share: float, rounds: int) -> float:
-    """Return a length in rounds; one round, the shortest, is the same as anything shorter."""
-    return max(1.0, _in_rounds(share, rounds))
-
-
 Schedule = Steps | Warmup | OffUntil | Cosine
+SCHEDULES: dict[str, type[Schedule]] = {"steps": Steps, "warmup": Warmup, "off-until": OffUntil, "cosine": Cosine}
+"""Every schedule by its kind in a recipe."""
 
 
 def number(name: str, value: Any) -> float:
@@ -179,27 +180,48 @@ def value_at(setting: float | Schedule, round_index: int) -> float:
     return float(setting) if isinstance(setting, int | float) else setting.at(round_index)
 
 
-def values_of(setting: float | Schedule) -> tuple[float, ...]:
-    """Return every number that the setting can be built from, for range checks."""
-    match setting:
-        case Steps():
-            return (setting.value, *setting.at_rounds.values(), *setting.at_shares.values())
-        case Warmup():
-            return (setting.value, setting.start)
-        case OffUntil():
-            return (setting.value,)
-        case Cosine():
-            return (setting.value, setting.end)
-        case _:
-            return (float(setting),)
-
-
 def require(name: str, setting: float | Schedule, *, above: float | None = None, least: float | None = None) -> None:
-    """Raise unless every number of the setting is finite and inside its range."""
-    for value in values_of(setting_of(name, setting)):
+    """Raise unless every number that the setting may give is finite and inside its range."""
+    for value in _numbers(setting_of(name, setting)):
         if not math.isfinite(value):
             raise GradalignError(f"{name} must be a finite number, got {value}")
         if above is not None and value <= above:
             raise GradalignError(f"{name} must be greater than {above:g}, got {value:g}")
         if least is not None and value < least:
             raise GradalignError(f"{name} must be at least {least:g}, got {value:g}")
+
+
+def _numbers(setting: float | Schedule) -> tuple[float, ...]:
+    match setting:
+        case Steps():
+            return (setting.value, *setting.at_rounds.values(), *setting.at_shares.values())
+        case Warmup():
+            return (setting.value, setting.start)
+        case Cosine():
+            return (setting.value, setting.end)
+        case OffUntil():
+            return (setting.value,)
+    return (float(setting),)
+
+
+def as_plain(setting: float | Schedule) -> float | dict[str, Any]:
+    """Return a number as it is, a schedule as plain values, so that ``torch.load(weights_only=True)`` reads it."""
+    if not isinstance(setting, Schedule):
+        return setting
+    values = {field.name: getattr(setting, field.name) for field in fields(setting)}
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {"kind": type(setting).__name__, **plain}
+
+
+def from_plain(value: float | Mapping[str, Any]) -> float | Schedule:
+    """Return the setting that ``as_plain`` was given."""
+    if not isinstance(value, Mapping):
+        return value
+    settings, kinds = dict(value), {kind.__name__: kind for kind in SCHEDULES.values()}
+    kind = kinds.get(settings.pop("kind", ""))
+    try:
+        if kind is not None:
+            return kind(**settings)
+    except TypeError:
+        pass
+    raise GradalignError(f"the state dict's beta is a schedule that this version does not know: {dict(value)}")

@@ -273,10 +273,3 @@ class ClientTrainer:
             correct=None if accuracy is None else float(accuracy) * len(rows),
             examples=len(rows),
         )
-
-
-def LocalTrainer(task: Task, local: LocalTraining, seed: int, device: Any = "cpu", *, fast: bool = True) -> Any:
-    """Gone soon: see ``gradalign.fast.client_trainer``."""
-    from gradalign.fast import client_trainer
-
-    return client_trainer(Setup(task=task, local=local, seed=seed, device=device, fast=fast))

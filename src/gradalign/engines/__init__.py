@@ -8,20 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
-    from gradalign.algorithms.plan import ClientView, Combination, Plan
-    from gradalign.client.exchange import (
-        Broadcast,
-        ClientUpdate,
-        Gradient,
-        GroupGradient,
-        GroupUpdate,
-        Participant,
-        Score,
-        Update,
-    )
+    from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
     from gradalign.client.flat import Point
 
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -79,47 +69,3 @@ def under_torchrun() -> bool:
 def rank() -> int:
     """Return this process's rank; 0 when it is alone."""
     return int(os.environ["RANK"]) if under_torchrun() else 0
-
-
-# The two below go when no engine and no caller asks for them any more.
-
-
-@runtime_checkable
-class SummingEngine(Protocol):
-    """Gone soon: every engine may sum, see ``Broadcast.one_by_one``."""
-
-    def sums(self, shifted: bool) -> bool: ...
-
-    def keeps_gradients(self, clients: Sequence[int]) -> bool: ...
-
-    def gradient_sums(
-        self, point: Point, clients: Sequence[tuple[int, float]], *, round_index: int, limit: int | None = None
-    ) -> Iterator[tuple[list[int], GroupGradient]]: ...
-
-    def train_sums(
-        self,
-        point: Point,
-        plans: Iterable[tuple[int, Plan, float]],
-        *,
-        round_index: int,
-        lr: float,
-        shift: object = None,
-    ) -> Iterator[tuple[list[int], GroupUpdate]]: ...
-
-
-@runtime_checkable
-class RemoteEngine(Protocol):
-    """Gone soon: ``attempts`` and ``failures`` are every engine's."""
-
-    attempts: int
-    failures: Mapping[int, str]
-
-    def train_views(
-        self,
-        point: Point,
-        algorithm: Combination,
-        views: Iterable[tuple[int, Mapping[str, ClientView]]],
-        *,
-        round_index: int,
-        lr: float,
-    ) -> Iterator[tuple[int, ClientUpdate]]: ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -13,8 +12,7 @@ from gradalign.algorithms.plan import Combination
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import Point
-from gradalign.client.trainer import Setup
-from gradalign.client.trainer import one_thread as one_thread
+from gradalign.client.trainer import Setup, one_thread
 from gradalign.engines import Engine, LocalClients
 from gradalign.errors import GradalignError
 from gradalign.fast import Group, evaluation_spans, groups
@@ -24,10 +22,7 @@ from gradalign.tasks.task import Task
 class InProcessEngine(LocalClients):
     """Does the clients' work one group after the other in this process: for GPUs, debuggers and small jobs."""
 
-    def __init__(self, setup: Setup | Task, *old: Any, **more: Any) -> None:
-        if isinstance(setup, Task):  # until all callers give a Setup
-            names = dict(zip(("local", "seed", "device"), old, strict=False))
-            setup = Setup(task=setup, **names, **more)
+    def __init__(self, setup: Setup) -> None:
         with one_thread():
             self.group = Group(setup)
 

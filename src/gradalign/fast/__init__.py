@@ -1,16 +1,16 @@
 """Every faster way of doing the clients' work, behind one entry: ``Group``. Results are the plain way's up to rounding.
 
-| way        | for which models                                         | gain      | lines |
-|------------|----------------------------------------------------------|-----------|-------|
-| `cohort`   | at most 60,000 parameters, linear and element-wise layers | see below | 396 |
-| `lockstep` | a linear layer of 2¹⁷ numbers or more, batches of ≤ 32    | see below | 258 |
-| `linear`   | the same, one client at a time, any plan                  | see below | 236 |
-| `stacks`   | convolutions with pooling, channels innermost             | see below | 218 |
-| `spectrum` | convolutions of small images with large windows           | see below | 238 |
+| way      | for which models                                   | what it gains                            | lines |
+|----------|----------------------------------------------------|------------------------------------------|-------|
+| cohort   | up to 60,000 parameters, linear and element-wise   | W3 is 29 times the plain loop            | 360   |
+| lockstep | a linear layer of 2¹⁷ numbers, batches of up to 32 | W5 is 3.5 times the plain loop           | 235   |
+| linear   | the same, one client at a time, under any plan     | large weights are read and written once  | 240   |
+| stacks   | convolutions and pooling in an nn.Sequential       | W1, W2 are 2.6, 2.1 times the plain loop | 220   |
+| spectrum | convolutions of small images with large windows    | half of W1's larger multiplications      | 240   |
 
-Measured gains are in docs/benchmarks.md. ``eligible`` decides by structure alone who may enter; whatever a way cannot
-do takes the per-client path, ``client.trainer``. Which clients go together depends on their order alone, so the bits do
-not depend on the number of workers.
+W1 to W5 are the workloads of docs/benchmarks.md. ``eligible`` decides by structure alone who may enter; whatever a way
+cannot do takes the per-client path, ``client.trainer``. Which clients go together depends on their order alone, so the
+bits do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from gradalign.client.flat import Point
 from gradalign.client.step import FactoredGradients
 from gradalign.client.trainer import ClientTrainer, Setup, named_failure
 from gradalign.errors import GradalignError
+from gradalign.fast.batches import Neighbours
 from gradalign.fast.cohort import COHORT, CohortTrainer
 from gradalign.fast.eligible import cohort_layers, lockstep_model, side_by_side
 from gradalign.fast.linear import record_factors
 from gradalign.fast.lockstep import TOGETHER, LockstepTrainer
 from gradalign.fast.stacks import run_stacks_faster
-from gradalign.tasks.data import Examples, PartitionedClients
+from gradalign.tasks.data import Examples, PartitionedClients, TensorExamples
 from gradalign.tasks.task import predict
 
 EVALUATION_CHUNK = 1000
@@ -139,10 +140,13 @@ class Group:
                     found.append(task.client(client, seed))
             return found
 
+    def alone(self, told: Broadcast) -> bool:
+        """Return whether clients go one by one in all phases of this algorithm."""
+        return self.width(replace(told, one_by_one=False)) == 1
+
     def begin(self, told: Broadcast) -> None:
         """Begin a phase: gradients of another point or phase are forgotten."""
-        alone = self.cohort is None and (self.lockstep is None or not told.algorithm.only_displaces)
-        self.cache.begin(told, alone=alone)
+        self.cache.begin(told, alone=self.alone(told))
 
     def gradients(
         self, told: Broadcast, who: Sequence[Participant], out: Sequence[Tensor] | None = None
@@ -152,17 +156,25 @@ class Group:
         known = self.cache.known(who[0]) if len(who) == 1 else None
         return self._take(told, who, out) if known is None else [known]
 
+    def _way(
+        self, told: Broadcast, examples: Sequence[Examples], *, with_gradients: bool
+    ) -> tuple[CohortTrainer | LockstepTrainer | None, list[TensorExamples]]:
+        """Return the way in which these clients go together, None for one by one, and their examples."""
+        together = side_by_side(examples) if self.width(told) > 1 else None
+        if together is None:
+            return None, []
+        sizes = [len(one) for one in together]
+        if self.lockstep is not None and not self.lockstep.fits(sizes, with_gradients=with_gradients):
+            return None, []
+        return self.cohort or self.lockstep, together
+
     def _take(self, told: Broadcast, who: Sequence[Participant], out: Sequence[Tensor] | None) -> list[Gradient]:
         cache = self.cache if told.algorithm.uses_own_gradient else None
         examples = self._examples([one.client for one in who])
-        together = side_by_side(examples) if self.width(told) > 1 else None
-        way: CohortTrainer | LockstepTrainer | None = self.cohort or self.lockstep
-        if self.lockstep is not None and together is not None:
-            fits = self.lockstep.fits([len(one) for one in together], with_gradients=True)
-            way = self.lockstep if fits else None
-        if way is not None and together is not None:
+        way, together = self._way(told, examples, with_gradients=True)
+        if way is not None:
             with named_failure(f"clients {who[0].client} to {who[-1].client}"):
-                return way.gradients(told, who, together, cache, out)
+                return way.gradients(Neighbours(told, who, together, out), cache)
         replies = []
         for place, (one, own) in enumerate(zip(who, examples, strict=True)):
             with named_failure(f"client {one.client}"):
@@ -177,8 +189,7 @@ class Group:
         self.begin(told)
         taken = self._take_missing(told, who) if told.algorithm.uses_own_gradient else {}
         examples = self._examples([one.client for one in who])
-        together = self._train_together(told, who, examples, out) if self.width(told) > 1 else None
-        replies = together or [
+        replies = self._train_together(told, who, examples, out) or [
             self._train_one(told, one, own, None if out is None else out[place])
             for place, (one, own) in enumerate(zip(who, examples, strict=True))
         ]
@@ -212,26 +223,20 @@ class Group:
         self, told: Broadcast, who: Sequence[Participant], examples: Sequence[Examples], out: Sequence[Tensor] | None
     ) -> list[Update] | None:
         """Train a group as a cohort or in lockstep, None when these clients or plans cannot go together."""
-        together = side_by_side(examples)
-        if together is None:
+        way, together = self._way(told, examples, with_gradients=False)
+        if way is None:
             return None
         with named_failure(f"clients {who[0].client} to {who[-1].client}"):
             plans = [self._plan(told, one) for one in who]
-            way: CohortTrainer | LockstepTrainer | None = self.cohort
-            if self.lockstep is not None:
-                plain = not any(plan.pull or plan.correction is not None for plan in plans)
-                fits = plain and self.lockstep.fits([len(one) for one in together], with_gradients=False)
-                way = self.lockstep if fits else None
-            if way is None or len({(plan.pull, plan.every_step) for plan in plans}) > 1:
+            bare = not any(plan.pull or plan.correction is not None for plan in plans)
+            if len({(plan.pull, plan.every_step) for plan in plans}) > 1 or not (self.cohort or bare):
                 return None
             blend, gradients = self._split(told, who, plans)
             if blend is None:
                 whole = [plan.written_out(self._dense(plan, one.client)) for plan, one in zip(plans, who, strict=True)]
-                return way.train(told, who, whole, together, out)
-            nothing = [Plan()] * len(who)
-            return way.train(
-                self._displaced(told, blend), who, nothing, together, out, along=blend.own, gradients=gradients
-            )
+                return way.train(Neighbours(told, who, together, out), whole)
+            group = Neighbours(self._displaced(told, blend), who, together, out, blend.own, gradients)
+            return way.train(group, [Plan()] * len(who))
 
     def _split(
         self, told: Broadcast, who: Sequence[Participant], plans: Sequence[Plan]

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradalign.client.exchange import Broadcast, Participant, Update
+from gradalign.client import LocalTraining
+from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, Participant, Update
 from gradalign.client.trainer import Setup, gradient_rows, shuffled_passes
 from gradalign.fast.products import cross_entropies
 from gradalign.seeding import Purpose, stream_seeds
 from gradalign.tasks.data import TensorExamples
 
 IGNORED = -100  # torch's mark of a label that does not count
+ALL = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,55 +37,92 @@ class Batches:
     active: list[Tensor | None] = field(default_factory=list)
     """None while every client still steps; else 1 for those that do."""
 
-    def report(
-        self,
-        setup: Setup,
-        told: Broadcast,
-        who: Sequence[Participant],
-        vector: Tensor,
-        losses: Tensor,
-        alone: int | None = None,
-    ) -> Update:
-        """Return a group's answer, or that of one of its members alone; such models have no buffers.
 
-        Args:
-            setup: For the local steps' settings.
-            told: For the learning rate.
-            who: The group.
-            vector: Σ w_i Δ_i, or Δ_i of the member alone.
-            losses: Each client's, summed over its steps.
-            alone: The member's place in the group.
-        """
-        own = slice(None) if alone is None else slice(alone, alone + 1)
-        steps = self.steps[own]
-        return Update(
-            **members(who[own]),
+@dataclass(frozen=True)
+class Neighbours:
+    """Clients that do their work of one phase together."""
+
+    told: Broadcast
+    who: Sequence[Participant]
+    examples: Sequence[TensorExamples]
+    out: Sequence[Tensor] | None = None
+    """Where the replies' vectors are wanted, one after the other."""
+    along: float = 0.0
+    gradients: Sequence[CachedGradient] = ()
+    """With these, every client starts from x + along·g_i."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many examples each has."""
+        return [len(own) for own in self.examples]
+
+    @property
+    def sum(self) -> Tensor:
+        """Where the sum of their vectors is to be written."""
+        return torch.empty_like(self.told.point.x) if self.out is None else self.out[0]
+
+    def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
+        """Return the clients' inputs and targets client after client, and where each client begins."""
+        examples, starts = self.examples, [0, *itertools.accumulate(self.sizes)][:-1]
+        cut = [one.rows for one in examples if one.rows is not None and one.tensors is examples[0].tensors]
+        if len(cut) == len(examples):  # from one pool of tensors: all in one go
+            inputs, targets = (tensor.index_select(0, torch.cat(cut)) for tensor in examples[0].tensors)
+            return inputs.to(dtype), targets, starts
+        # What lies in tensors of its own is taken as it is.
+        parts = [one.tensors if one.rows is None else one.batch(torch.arange(len(one))) for one in examples]
+        inputs, targets = (torch.cat(side) for side in zip(*parts, strict=True))
+        return inputs.to(dtype), targets, starts
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """Return w_i of each."""
+        return torch.tensor([one.weight for one in self.who], dtype=dtype)
+
+    def gradient_rows(self, seed: int) -> list[Tensor]:
+        """Return the rows of every client's gradient phase: those of the per-client path."""
+        told = self.told
+        return [
+            gradient_rows(len(own), told.gradient_examples, seed, told.round, one.client)
+            for own, one in zip(self.examples, self.who, strict=True)
+        ]
+
+    def gradient(
+        self, vector: Tensor, losses: Tensor, counts: list[int], accuracies: Sequence[float | None], own: slice = ALL
+    ) -> Gradient:
+        """Return the answer of all, given Σ w_i ∇f_i(x), or that of one alone, given its gradient."""
+        return Gradient(
+            **self._whose(own),
             vector=vector,
-            factor=1.0 if alone is None else who[alone].weight,
+            losses=tuple(losses[own].tolist()),
+            accuracies=tuple(accuracies[own]),
+            examples=sum(counts[own]),
+        )
+
+    def update(
+        self, vector: Tensor, losses: Tensor, batches: Batches, local: LocalTraining, own: slice = ALL
+    ) -> Update:
+        """Return the answer of all, given Σ w_i Δ_i, or that of one alone, given Δ_i; such models have no buffers.
+
+        ``losses`` are each client's, summed over its steps.
+        """
+        steps = batches.steps[own]
+        return Update(
+            **self._whose(own),
+            vector=vector,
             losses=tuple(loss / count for loss, count in zip(losses[own].tolist(), steps, strict=True)),
-            examples=sum(self.seen[own]),
+            examples=sum(batches.seen[own]),
             floats=vector.new_empty(0),
             ints=torch.empty(0, dtype=torch.int64),
             steps=tuple(steps),
-            total_step_sizes=tuple(setup.local.total_step_size(told.lr, count) for count in steps),
+            total_step_sizes=tuple(local.total_step_size(self.told.lr, count) for count in steps),
         )
 
-
-def members(who: Sequence[Participant]) -> dict[str, Any]:
-    """Return the fields of an answer that say whose it is."""
-    return {"clients": tuple(one.client for one in who), "weights": tuple(one.weight for one in who)}
-
-
-def gather(examples: Sequence[TensorExamples], dtype: torch.dtype) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the clients' inputs and targets client after client, and where each client begins."""
-    starts = [0, *itertools.accumulate(len(one) for one in examples)][:-1]
-    cut = [one.rows for one in examples if one.rows is not None and one.tensors is examples[0].tensors]
-    if len(cut) == len(examples):  # from one pool of tensors: all in one go
-        inputs, targets = (tensor.index_select(0, torch.cat(cut)) for tensor in examples[0].tensors)
-        return inputs.to(dtype), targets, starts
-    # What lies in tensors of its own is taken as it is.
-    parts = [one.tensors if one.rows is None else one.batch(torch.arange(len(one))) for one in examples]
-    return torch.cat([inputs for inputs, _ in parts]).to(dtype), torch.cat([targets for _, targets in parts]), starts
+    def _whose(self, own: slice) -> dict[str, Any]:
+        who = self.who[own]
+        return {
+            "clients": tuple(one.client for one in who),
+            "weights": tuple(one.weight for one in who),
+            "factor": 1.0 if own is ALL else who[0].weight,
+        }
 
 
 def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -101,27 +140,10 @@ def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype)
     return table, weights
 
 
-def gradient_batches(
-    setup: Setup, told: Broadcast, who: Sequence[Participant], examples: Sequence[TensorExamples]
-) -> list[Tensor]:
-    """Return the rows of every client's gradient phase: those of the per-client path."""
-    return [
-        gradient_rows(len(own), told.gradient_examples, setup.seed, told.round, one.client)
-        for own, one in zip(examples, who, strict=True)
-    ]
-
-
-def plan_batches(
-    setup: Setup,
-    told: Broadcast,
-    who: Sequence[Participant],
-    sizes: Sequence[int],
-    starts: Sequence[int],
-    dtype: torch.dtype,
-) -> Batches:
-    """Lay out all steps; the batches are those of the per-client path."""
-    seeds = stream_seeds(setup.seed, Purpose.SHUFFLE, told.round, last=[one.client for one in who])
-    steps, lengths = [], []
+def plan_batches(setup: Setup, group: Neighbours, starts: Sequence[int], dtype: torch.dtype) -> Batches:
+    """Lay out all steps of clients whose data begin at ``starts``; the batches are those of the per-client path."""
+    seeds = stream_seeds(setup.seed, Purpose.SHUFFLE, group.told.round, last=[one.client for one in group.who])
+    sizes, steps, lengths = group.sizes, list[int](), list[list[int]]()
     for size in sizes:
         width = setup.local.batch_for(size)
         one_pass = [min(width, size - first) for first in range(0, size, width)]

@@ -16,22 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Participant, Update
+from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup
-from gradalign.fast.batches import (
-    Batches,
-    client_losses,
-    gather,
-    gradient_batches,
-    members,
-    nonfinite_members,
-    pad,
-    plan_batches,
-    take,
-)
+from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
 from gradalign.fast.products import own_product, shared_product, stepping_product
-from gradalign.tasks.data import TensorExamples
 
 COHORT = 25
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -57,25 +46,16 @@ class CohortTrainer:
             offset += count
         return blocks
 
-    def _store(self, vectors: Sequence[Tensor | None], like: Tensor) -> Tensor:
-        """Bring one flat vector per client (None: zero) into the stored order."""
-        clients, given = len(vectors), [vector for vector in vectors if vector is not None]
-        if len(given) == clients:
-            pieces = torch.stack(given).to(self.dtype).split([shape.numel() for shape in self.shapes], dim=1)
-            return torch.cat([piece.reshape(-1) for piece in pieces])
-        stored = torch.zeros(clients * like.numel(), dtype=self.dtype)
-        offset = 0
-        for shape, block in zip(self.shapes, self._blocks(stored, clients), strict=True):
-            for client, vector in enumerate(vectors):
-                if vector is not None:
-                    block[client].copy_(vector[offset : offset + shape.numel()].view(shape))
-            offset += shape.numel()
-        return stored
+    def _store(self, rows: Tensor) -> Tensor:
+        """Bring one row per client into the stored order."""
+        pieces = rows.to(self.dtype).split([shape.numel() for shape in self.shapes], dim=1)
+        return torch.cat([piece.reshape(-1) for piece in pieces])
 
-    def _spread(self, x: Tensor, clients: int) -> Tensor:
-        """Give every client the same vector, in the stored order."""
-        pieces = x.to(self.dtype).split([shape.numel() for shape in self.shapes])
-        return torch.cat([piece.expand(clients, -1).reshape(-1) for piece in pieces])
+    def _given(self, vectors: list[Tensor | None], like: Tensor) -> Tensor | None:
+        """Bring what plans give for each client (None: zero) into the stored order."""
+        if all(vector is None for vector in vectors):
+            return None
+        return self._store(torch.stack([torch.zeros_like(like) if vector is None else vector for vector in vectors]))
 
     def _unstore(self, stored: Tensor, clients: int) -> Tensor:
         """Return one row per client."""
@@ -100,48 +80,22 @@ class CohortTrainer:
             leaf.grad = view
         return leaves
 
-    def gradients(
-        self,
-        told: Broadcast,
-        who: Sequence[Participant],
-        examples: Sequence[TensorExamples],
-        cache: GradientCache | None,
-        out: Sequence[Tensor] | None,
-    ) -> list[Gradient]:
+    def gradients(self, group: Neighbours, cache: GradientCache | None) -> list[Gradient]:
         """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
-        inputs, targets, starts = gather(examples, self.dtype)
-        taken = gradient_batches(self.setup, told, who, examples)
-        counts = [len(own) for own in taken]
-        vectors, losses, accuracies = self._gradients(told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
+        inputs, targets, starts = group.gathered(self.dtype)
+        taken = group.gradient_rows(self.setup.seed)
+        vectors, losses, right = self._gradients(group.told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
         if cache is not None:
-            for one, vector in zip(who, vectors, strict=True):
+            for one, vector in zip(group.who, vectors, strict=True):
                 cache.put(one.client, vector)
-        if told.one_by_one:
-            return [
-                Gradient(
-                    **members([one]),
-                    vector=vectors[i] if out is None else out[i].copy_(vectors[i]),
-                    factor=one.weight,
-                    losses=(float(losses[i]),),
-                    accuracies=(float(accuracies[i]),),
-                    examples=counts[i],
-                )
-                for i, one in enumerate(who)
-            ]
-        shares = torch.tensor([one.weight for one in who], dtype=self.dtype)
-        total = torch.mv(vectors.T, shares, out=torch.empty_like(vectors[0]) if out is None else out[0])
+        counts, accuracies = [len(rows) for rows in taken], right.tolist()
+        if group.told.one_by_one:
+            own = _written(list(vectors), group.out)
+            return [group.gradient(v, losses, counts, accuracies, slice(i, i + 1)) for i, v in enumerate(own)]
+        total = torch.mv(vectors.T, group.weights(self.dtype), out=group.sum)
         if not all_finite(total):
             losses = losses.masked_fill(nonfinite_members([vectors]), math.nan)
-        return [
-            Gradient(
-                **members(who),
-                vector=total,
-                factor=1.0,
-                losses=tuple(losses.tolist()),
-                accuracies=tuple(accuracies.tolist()),
-                examples=sum(counts),
-            )
-        ]
+        return [group.gradient(total, losses, counts, accuracies)]
 
     def _gradients(
         self, x: Tensor, inputs: Tensor, targets: Tensor, rows: Tensor, weights: Tensor | None
@@ -157,39 +111,24 @@ class CohortTrainer:
         accuracies = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
         return torch.cat([each.flatten(1) for each in reversed(found)], dim=1), losses.detach().double(), accuracies
 
-    def train(
-        self,
-        told: Broadcast,
-        who: Sequence[Participant],
-        plans: Sequence[Plan],
-        examples: Sequence[TensorExamples],
-        out: Sequence[Tensor] | None,
-        *,
-        along: float = 0.0,
-        gradients: Sequence[CachedGradient] = (),
-    ) -> list[Update]:
-        """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``.
-
-        With ``gradients``, every client starts from x + along·g_i instead.
-        """
-        if gradients:
-            plans = [Plan(displacement=row) for row in along * torch.stack([own.vector for own in gradients])]
-        inputs, targets, starts = gather(examples, self.dtype)
-        batches = plan_batches(self.setup, told, who, [len(one) for one in examples], starts, self.dtype)
+    def train(self, group: Neighbours, plans: Sequence[Plan]) -> list[Update]:
+        """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``."""
+        if group.gradients:
+            displacements = group.along * torch.stack([own.vector for own in group.gradients])
+            plans = [Plan(displacement=own) for own in displacements]
+        inputs, targets, starts = group.gathered(self.dtype)
+        batches = plan_batches(self.setup, group, starts, self.dtype)
         with torch.enable_grad():
-            stored, start, losses = self._walk(told, plans, inputs, targets, batches)
-        stored, count = stored.sub_(start), len(who)
-        if told.one_by_one:
-            rows = list(self._unstore(stored, count))
-            rows = rows if out is None else [row.copy_(own) for row, own in zip(out, rows, strict=False)]
-            return [batches.report(self.setup, told, who, row, losses, i) for i, row in enumerate(rows)]
-        shares = torch.tensor([one.weight for one in who], dtype=self.dtype)
-        blocks = self._blocks(stored, count)
-        total = torch.empty(told.point.x.shape, dtype=self.dtype) if out is None else out[0]
+            stored, start, losses = self._walk(group.told, plans, inputs, targets, batches)
+        stored, count = stored.sub_(start), len(plans)
+        if group.told.one_by_one:
+            rows = _written(list(self._unstore(stored, count)), group.out)
+            return [group.update(row, losses, batches, self.local, slice(i, i + 1)) for i, row in enumerate(rows)]
+        blocks, shares, total = self._blocks(stored, count), group.weights(self.dtype), group.sum
         torch.cat([shares @ block.view(count, -1) for block in blocks], out=total)
         if not all_finite(total):
             losses = losses.masked_fill(nonfinite_members(blocks), math.nan)
-        return [batches.report(self.setup, told, who, total, losses)]
+        return [group.update(total, losses, batches, self.local)]
 
     def _walk(
         self, told: Broadcast, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches
@@ -197,7 +136,7 @@ class CohortTrainer:
         """Take all steps; return the end, the start (both stored) and each client's summed loss."""
         count, local, lr = len(plans), self.local, told.lr
         pull, inside = plans[0].pull, plans[0].every_step  # one algorithm plans for all clients of a round
-        y = self._spread(told.point.x, count)
+        y = self._store(told.point.x.expand(count, -1))
         shift = self._given([plan.displaced(None) for plan in plans], told.point.x)
         constant = self._given([plan.correction for plan in plans], told.point.x)
         if pull:
@@ -224,7 +163,7 @@ class CohortTrainer:
             if local.momentum:
                 velocity = direction.clone() if velocity is None else velocity.mul_(local.momentum).add_(direction)
             move = direction if velocity is None else velocity
-            z.add_(move if active is None else self._spread_scalars(active) * move, alpha=-lr)
+            z.add_(move if active is None else self._scaled(move.clone(), active), alpha=-lr)
         return z, start, total
 
     def _walk_bare(self, z: Tensor, count: int, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Tensor:
@@ -239,12 +178,11 @@ class CohortTrainer:
             total += losses.detach()
         return total
 
-    def _given(self, vectors: list[Tensor | None], like: Tensor) -> Tensor | None:
-        return None if all(vector is None for vector in vectors) else self._store(vectors, like)
-
-    def _spread_scalars(self, scalars: Tensor) -> Tensor:
-        """Return one number per client as a stored vector."""
-        return torch.cat([scalars.unsqueeze(1).expand(-1, shape.numel()).reshape(-1) for shape in self.shapes])
+    def _scaled(self, stored: Tensor, factors: Tensor) -> Tensor:
+        """Multiply every client's part of a stored vector by a number, in place."""
+        for block in self._blocks(stored, len(factors)):
+            block.mul_(factors.view(-1, *[1] * (block.ndim - 1)))
+        return stored
 
     def _direction(
         self,
@@ -269,8 +207,13 @@ class CohortTrainer:
             direction.zero_()
             losses.sum().backward()
             norms = torch.linalg.vector_norm(self._unstore(direction, len(losses)), dim=1)
-            direction.mul_(self._spread_scalars((clip / norms).clamp(max=1.0)))
+            self._scaled(direction, (clip / norms).clamp(max=1.0))
             direction.add_(y, alpha=decay)
             if constant is not None:
                 direction.add_(constant)
         return losses.detach().double()
+
+
+def _written(vectors: list[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:
+    """Return the vectors, in these places when there are any."""
+    return vectors if out is None else [row.copy_(own) for row, own in zip(out, vectors, strict=False)]

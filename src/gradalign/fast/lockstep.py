@@ -23,24 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Plan
-from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Participant, Update
+from gradalign.client.exchange import Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup
-from gradalign.fast.batches import (
-    Batches,
-    client_losses,
-    gather,
-    gradient_batches,
-    members,
-    nonfinite_members,
-    pad,
-    plan_batches,
-    take,
-)
+from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
 from gradalign.fast.linear import LARGE, GradientFactors, LargeWeight, Own, large_product
 from gradalign.fast.products import own_product
 from gradalign.fast.spectrum import convolve
-from gradalign.tasks.data import TensorExamples
 
 TOGETHER = 5
 MOST_EXAMPLES = 1000  # of a client: all are gathered, so they should be about as many as a round's steps take
@@ -71,70 +60,40 @@ class LockstepTrainer:
         """Return how many rows the gradient of a client of this size has in a large weight's factors."""
         return min(size, self.local.gradient_examples or size)
 
-    def gradients(
-        self,
-        told: Broadcast,
-        who: Sequence[Participant],
-        examples: Sequence[TensorExamples],
-        cache: GradientCache | None,
-        out: Sequence[Tensor] | None,
-    ) -> list[Gradient]:
+    def gradients(self, group: Neighbours, cache: GradientCache | None) -> list[Gradient]:
         """Return Σ w_i ∇f_i(x), and put every client's own gradient into the cache, as factors."""
-        inputs, targets, starts = self._gather(examples)
-        taken = gradient_batches(self.setup, told, who, examples)
-        own = self._start(told.point.x, [None] * len(who), factor=1.0)
+        inputs, targets, starts = self._gather(group)
+        taken = group.gradient_rows(self.setup.seed)
+        own = self._start(group.told.point.x, [None] * len(taken), factor=1.0)
         losses = self._backward(own, inputs, targets, *pad(taken, starts, self.dtype))
-        counts = [len(rows) for rows in taken]
-        found = [one if isinstance(one, LargeWeight) else _taken(one) for one in own]
+        found, counts = [one if isinstance(one, LargeWeight) else _taken(one) for one in own], [len(r) for r in taken]
         if cache is not None:
-            for place, (one, rows) in enumerate(zip(who, counts, strict=True)):
+            for place, (one, rows) in enumerate(zip(group.who, counts, strict=True)):
                 cache.put(one.client, *self.factors.parts(found, place, rows), rows=rows)
-        total = torch.empty_like(told.point.x) if out is None else out[0]
-        losses += self._sum(found, who, total)
-        return [
-            Gradient(
-                **members(who),
-                vector=total,
-                factor=1.0,
-                losses=tuple(losses.tolist()),
-                accuracies=(None,) * len(who),
-                examples=sum(counts),
-            )
-        ]
+        total = group.sum
+        losses += self._sum(found, group, total)
+        return [group.gradient(total, losses, counts, [None] * len(counts))]
 
-    def train(
-        self,
-        told: Broadcast,
-        who: Sequence[Participant],
-        plans: Sequence[Plan],
-        examples: Sequence[TensorExamples],
-        out: Sequence[Tensor] | None,
-        *,
-        along: float = 0.0,
-        gradients: Sequence[CachedGradient] = (),
-    ) -> list[Update]:
-        """Execute every client's plan from the server's point; return Σ w_i Δ_i.
-
-        With ``gradients``, every client starts from x + along·g_i instead.
-        """
-        inputs, targets, starts = self._gather(examples)
-        batches = plan_batches(self.setup, told, who, [len(one) for one in examples], starts, self.dtype)
-        own = self._start(told.point.x, [plan.displaced(None) for plan in plans], factor=-told.lr)
-        if gradients:
-            own = self.factors.displace(own, along, gradients)
+    def train(self, group: Neighbours, plans: Sequence[Plan]) -> list[Update]:
+        """Execute every client's plan from the server's point and return Σ w_i Δ_i."""
+        inputs, targets, starts = self._gather(group)
+        batches = plan_batches(self.setup, group, starts, self.dtype)
+        own = self._start(group.told.point.x, [plan.displaced(None) for plan in plans], factor=-group.told.lr)
+        if group.gradients:
+            own = self.factors.displace(own, group.along, group.gradients)
         before = [None if isinstance(one, LargeWeight) else one.clone() for one in own]
-        losses = torch.zeros(len(who), dtype=torch.float64)
-        for step in self._steps(own, inputs, targets, batches, told.lr):
+        losses = torch.zeros(len(plans), dtype=torch.float64)
+        for step in self._steps(own, inputs, targets, batches, group.told.lr):
             losses += step
         updates = [
             a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in zip(own, before, strict=True)
         ]
-        total = torch.empty_like(told.point.x) if out is None else out[0]
-        losses += self._sum(updates, who, total)
-        return [batches.report(self.setup, told, who, total, losses)]
+        total = group.sum
+        losses += self._sum(updates, group, total)
+        return [group.update(total, losses, batches, self.local)]
 
-    def _gather(self, examples: Sequence[TensorExamples]) -> tuple[Tensor, Tensor, list[int]]:
-        inputs, targets, starts = gather(examples, self.dtype)
+    def _gather(self, group: Neighbours) -> tuple[Tensor, Tensor, list[int]]:
+        inputs, targets, starts = group.gathered(self.dtype)
         return _channels_innermost(inputs), targets, starts
 
     def _start(self, x: Tensor, displacements: Sequence[Tensor | None], *, factor: float) -> Own:
@@ -199,12 +158,12 @@ class LockstepTrainer:
                 inputs = layer(inputs)
         return inputs.view(clients, -1, inputs.shape[-1])
 
-    def _sum(self, vectors: Own, who: Sequence[Participant], out: Tensor) -> Tensor:
+    def _sum(self, vectors: Own, group: Neighbours, out: Tensor) -> Tensor:
         """Write Σ w_i of the clients' vectors, or of what their steps have added to large weights.
 
         Return zero for every client, NaN for those whose vector is not finite.
         """
-        shares = torch.tensor([one.weight for one in who], dtype=self.dtype)
+        shares = group.weights(self.dtype)
         for piece, shape, each in zip(out.split(self.sizes), self.shapes, vectors, strict=True):
             if isinstance(each, LargeWeight):
                 each.sum_of_steps(shares, piece.view(shape))

@@ -222,9 +222,7 @@ class _Round:
         return replace(after, point=Point(x, floats, sums.ints), memory=memory, shared=shared, kept=kept)
 
 
-def play_round(
-    federation: Federation, engine: Engine, state: ServerState, known: object = None
-) -> tuple[ServerState, RoundFacts]:
+def play_round(federation: Federation, engine: Engine, state: ServerState) -> tuple[ServerState, RoundFacts]:
     """Play one round and return the state after it; the state before is left as it is."""
     # The server's own sums gain little from threads, and would take the cores away from the workers.
     with one_thread():
