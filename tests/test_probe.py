@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
-from gradalign.server.alignment import alignment_of
+from gradalign.server.measure import alignment_of
 from gradalign.tasks.task import Task
 from gradalign.theory.probe import Probe, mean_gradient, regulariser_gradient, spread, within_client
 from gradalign.theory.problems import mlp_task, quadratic_task
