@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradalign.tasks.leaf import LETTERS, SEQUENCE
+from gradalign.tasks.readers import LETTERS, SEQUENCE
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:

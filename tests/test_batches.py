@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import gradalign as ga
-from gradalign.tasks.batches import batch_length, join_batches, map_tensors, take_examples
-from gradalign.tasks.data import Examples
+from gradalign.tasks.batches import Examples, batch_length, join_batches, map_tensors, take_examples
 from gradalign.tasks.holdout import hold_out
-from gradalign.theory.calculus import Calculus
 from gradalign.theory.diagnose import diagnose
+from gradalign.theory.problems import Calculus
 
 
 class Pair(NamedTuple):

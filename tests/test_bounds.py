@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import gradalign as ga
-from gradalign.server.alignment import Probe, regulariser_gradient
-from gradalign.tasks import partition as ways
-from gradalign.tasks.data import PartitionedClients, TensorExamples
+from gradalign.tasks import partition
+from gradalign.tasks.batches import TensorExamples
 from gradalign.tasks.divide import Division, even_choice, spaced_choice
 from gradalign.tasks.holdout import hold_out
+from gradalign.tasks.task import PartitionedClients
+from gradalign.theory.probe import Probe, regulariser_gradient
 from reference import Problem
 
 LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2])
@@ -74,16 +75,18 @@ CASES = {
     "test_every": (lambda v: ga.Measure(test_every=v), [None, 0, 1], [-1, 1.5]),
     "train_every": (lambda v: ga.Measure(train_every=v), [None, 0, 1], [-1, 1.5]),
     "train_clients": (lambda v: ga.Measure(train_clients=v), [1, 2], [0, -1, 1.5]),
-    "iid clients": (lambda v: ways.iid(LABELS, v, 0), [1, 8], [0, 9, -1]),
-    "by_classes": (lambda v: ways.by_classes(LABELS, 2, v, 0), [2, 3], [0, 1, 4]),
-    "by_classes clients": (lambda v: ways.by_classes(LABELS, v, 1, 0), [3, 4], [0, 2]),
-    "separate": (lambda v: ways.separate_classes(LABELS, v, 1, 0), [1, 3], [0, 4]),
-    "separate classes": (lambda v: ways.separate_classes(LABELS, 1, v, 0), [1, 3], [0, 4]),
-    "one_class": (lambda v: ways.one_class(LABELS, v, 0), [1, 3, 6], [0, 9]),
-    "iid_share": (lambda v: ways.sorted_with_iid(LABELS, 2, v, 0), [0.0, 0.5, 1.0], [-TINY, 1.0 + TINY]),
-    "dirichlet": (lambda v: ways.dirichlet(LABELS, 2, v, 0), [TINY, 1e12], [0.0, -1.0, math.inf]),
-    "natural": (lambda v: ways.natural(OWNERS, v, 0), [1, 3, None], [0, 4]),
-    "custom": (lambda v: ways.custom(8, v), [[[0, 7], [3]]], [[[8]], [[-1]], [[0, 0]], [[0], [0]], [[]], [], [[0.5]]]),
+    "iid clients": (lambda v: partition.iid(LABELS, v, 0), [1, 8], [0, 9, -1]),
+    "by_classes": (lambda v: partition.by_classes(LABELS, 2, v, 0), [2, 3], [0, 1, 4]),
+    "by_classes clients": (lambda v: partition.by_classes(LABELS, v, 1, 0), [3, 4], [0, 2]),
+    "separate": (lambda v: partition.separate_classes(LABELS, v, 1, 0), [1, 3], [0, 4]),
+    "separate classes": (lambda v: partition.separate_classes(LABELS, 1, v, 0), [1, 3], [0, 4]),
+    "one_class": (lambda v: partition.one_class(LABELS, v, 0), [1, 3, 6], [0, 9]),
+    "iid_share": (lambda v: partition.sorted_with_iid(LABELS, 2, v, 0), [0.0, 0.5, 1.0], [-TINY, 1.0 + TINY]),
+    "dirichlet": (lambda v: partition.dirichlet(LABELS, 2, v, 0), [TINY, 1e12], [0.0, -1.0, math.inf]),
+    "natural": (lambda v: partition.natural(OWNERS, v, 0), [1, 3, None], [0, 4]),
+    "custom": (
+        lambda v: partition.custom(8, v), [[[0, 7], [3]]], [[[8]], [[-1]], [[0, 0]], [[0], [0]], [[]], [], [[0.5]]],
+    ),
     "client_share": (
         lambda v: Division(partition="iid", clients=2, client_share=v), [TINY, 1.0], [0.0, -1.0, 1.0 + TINY],
     ),
@@ -149,24 +152,24 @@ def test_choices_of_rows_by_hand():
 def test_what_a_scale_keeps_of_a_partition():
     """A share of the clients, at least two; a share of each one's rows, rounded up."""
     labels = np.arange(40) % 4
-    whole = ways.iid(labels, 8, 0)
-    kept = Division(partition="iid", clients=8, client_share=0.5, data_share=0.5).keep(whole, labels, 0)
+    whole = partition.iid(labels, 8, 0)
+    kept = Division(partition="iid", clients=8, client_share=0.5, data_share=0.5).subset(whole, labels, 0)
     assert len(kept) == 4
     assert all(len(rows) == 3 for rows in kept), "half of five, rounded up"
     assert all(any(set(rows) <= set(part) for part in whole) for rows in kept)
-    few = Division(partition="iid", clients=8, client_share=0.01).keep(whole, labels, 0)
+    few = Division(partition="iid", clients=8, client_share=0.01).subset(whole, labels, 0)
     assert len(few) == 2
     assert all(any(np.array_equal(rows, part) for part in whole) for rows in few)
-    assert Division(partition="iid", clients=1, client_share=0.1).keep(whole[:1], labels, 0)[0].tolist() == list(
+    assert Division(partition="iid", clients=1, client_share=0.1).subset(whole[:1], labels, 0)[0].tolist() == list(
         whole[0]
     )
-    everything = Division(partition="iid", clients=8).keep(whole, labels, 0)
+    everything = Division(partition="iid", clients=8).subset(whole, labels, 0)
     assert all(np.array_equal(a, b) for a, b in zip(everything, whole, strict=True))
 
 
 def test_owners_and_blocks():
-    assert [rows.tolist() for rows in ways.natural(OWNERS, None, 0)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert [rows.tolist() for rows in partition.natural(OWNERS, None, 0)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
     labels = np.array([2, 0, 1, 0, 2, 1, 0])
-    blocks = ways.sorted_with_iid(labels, 3, 0.0, 0)
+    blocks = partition.sorted_with_iid(labels, 3, 0.0, 0)
     assert [len(rows) for rows in blocks] == [3, 2, 2]
     assert [sorted(labels[rows]) for rows in blocks] == [[0, 0, 0], [1, 1], [2, 2]]

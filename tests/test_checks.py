@@ -11,16 +11,15 @@ import torch
 from gradalign.algorithms import Scaffold
 from gradalign.fast.cohort import CohortTrainer
 from gradalign.server.federation import Federation
-from gradalign.theory.calculus import Calculus
-from gradalign.theory.check import halvings, limit, order, order_claim, slope_of
+from gradalign.theory.check import Check, halvings, limit, order, slope_of
+from gradalign.theory.claims import fedga
 from gradalign.theory.descent import beta_bound, descent, wavy_bowl
-from gradalign.theory.federated import fedga
-from gradalign.theory.problems import Problem, mlp_task, quadratic_task
+from gradalign.theory.problems import Calculus, Problem, mlp_task, quadratic_task
 from gradalign.theory.whole import whole_rounds
 
 
 @pytest.fixture(scope="module")
-def arena():
+def problem():
     return Problem(quadratic_task(seed=0, clients=4), seed=0)
 
 
@@ -29,13 +28,13 @@ def named(checks, number):
     return found
 
 
-def test_the_hidden_term_is_measured(arena, monkeypatch):
+def test_the_hidden_term_is_measured(problem, monkeypatch):
     """5d allows 5 %: a term that is 10 % too long fails by about as much."""
     right = Calculus.bent_spread
-    check = named(fedga(arena), "5d")
+    check = named(fedga(problem), "5d")
     assert (check.bound, check.passed) == (0.05, check.measured <= 0.05)
     monkeypatch.setattr(Calculus, "bent_spread", lambda self, *given: 1.1 * right(self, *given))
-    check = named(fedga(arena), "5d")
+    check = named(fedga(problem), "5d")
     assert not check.passed
     assert check.measured == pytest.approx(0.1, abs=0.05)
 
@@ -54,14 +53,14 @@ def test_the_descent_condition_is_measured(monkeypatch):
 def test_the_bound_on_beta_by_its_own_inequality():
     """ρβ²r(1 + αL1) < αL1‖∇f + β∇r‖ and β < L1/L2 hold for β, and one of them fails for a β not much larger."""
     task, known = wavy_bowl(seed=0)
-    arena, lr = Problem(task, seed=0), 0.1
+    problem, lr = Problem(task, seed=0), 0.1
     random = torch.Generator().manual_seed(0)
     halved = 0
     for _ in range(8):
         x = 3 * torch.randn(5, generator=random, dtype=torch.float64)
-        beta = beta_bound(arena, x, known, lr)
-        r, slope = arena.calculus.r(x, arena.clients), arena.calculus.r_gradient(x, arena.clients)
-        mean = arena.calculus.mean_gradient(x, arena.clients)
+        beta = beta_bound(problem, x, known, lr)
+        r, slope = problem.calculus.r(x, problem.clients), problem.calculus.r_gradient(x, problem.clients)
+        mean = problem.calculus.mean_gradient(x, problem.clients)
 
         def holds(b, r=r, slope=slope, mean=mean):
             left = known.rho * b**2 * r * (1 + lr * known.l1)
@@ -89,7 +88,7 @@ def test_an_order_may_be_off_by_a_tenth(power, passes):
     def remainder(value):
         return torch.tensor([value**power], dtype=torch.float64)
 
-    check = order(order_claim("1", "p", "c", "α", 2), 0.1, remainder, scale=1e-9)
+    check = order(Check("1", "p", "c", "α", predicted=2), 0.1, remainder, scale=1e-9)
     assert check.measured == pytest.approx(power, abs=1e-9)
     assert check.passed is passes
 
@@ -118,19 +117,13 @@ def test_whole_rounds_see_weights_memory_and_cohorts(monkeypatch):
         broken.setattr(Scaffold, "keep", lambda self, *given: 0.99 * right(self, *given))
         assert failed(whole_rounds(network)) == {"12b"}
     with monkeypatch.context() as broken:
-        train, train_sum = CohortTrainer.train, CohortTrainer.train_sum
+        train = CohortTrainer.train
 
         def shorter(self, *given, **more):
             replies = train(self, *given, **more)
             for reply in replies:
-                reply.update.mul_(0.99)
+                reply.vector.mul_(0.99)
             return replies
 
-        def shorter_sum(self, *given, **more):
-            reply = train_sum(self, *given, **more)
-            reply.update.mul_(0.99)
-            return reply
-
         broken.setattr(CohortTrainer, "train", shorter)
-        broken.setattr(CohortTrainer, "train_sum", shorter_sum)
         assert failed(whole_rounds(network)) == {"12c"}

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import gradalign as ga
-from gradalign.tasks.cifar import cifar10, cifar100
 from gradalign.tasks.digits import digits
-from gradalign.tasks.images import CropAndFlip, Normalise
-from gradalign.tasks.models import emnist_cnn, lenet
+from gradalign.tasks.paper import CropAndFlip, Normalise, cifar10, cifar100, emnist_cnn, lenet
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,9 @@ import numpy as np
 import pytest
 
 from gradalign.errors import GradalignError
-from gradalign.tasks.cache import cached_arrays
 from gradalign.tasks.datasets import cifar_data, emnist_data, shakespeare_data
-from gradalign.tasks.download import Archive, fetch
-from gradalign.tasks.folders import data_folder, using_data_folder
-from gradalign.tasks.idx import read_idx
-from gradalign.tasks.leaf import LETTERS, read_shakespeare
-from gradalign.tasks.pickled import read_batch
+from gradalign.tasks.readers import LETTERS, read_batch, read_idx, read_shakespeare
+from gradalign.tasks.storage import Archive, cached_arrays, data_folder, fetch, using_data_folder
 from small_files import cifar_batch, leaf_content, write_cifar, write_emnist, write_idx, write_pickle, write_shakespeare
 
 

@@ -9,10 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from gradalign.errors import GradalignError
-from gradalign.server.alignment import Probe, spread
 from gradalign.tasks.digits import digits
 from gradalign.tasks.task import Task
 from gradalign.theory.diagnose import beta_range, diagnose, verdict_of
+from gradalign.theory.probe import Probe, spread
 from gradalign.theory.random_splits import distinct_splits, pieces_of, r_and_cosine, random_split
 
 
@@ -128,12 +128,8 @@ def test_one_client_is_refused():
 
 
 def run_cli(*arguments):
-    import typer
+    from gradalign.cli.app import app
 
-    from gradalign.cli.theory import register
-
-    app = typer.Typer()
-    register(app)
     return CliRunner().invoke(app, list(arguments))
 
 

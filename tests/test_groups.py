@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradalign as ga
-from gradalign.tasks.cifar import cifar100
-from gradalign.tasks.data import PartitionedClients
-from gradalign.tasks.groups import Pool, spans_of, split_groups
-from gradalign.tasks.holdout import hold_out
-from gradalign.tasks.leaf import LETTERS, SEQUENCE, window_starts
-from gradalign.tasks.shakespeare import shakespeare
+from gradalign.tasks.holdout import hold_out, spans_of, split_groups, stretches_of, touching
+from gradalign.tasks.paper import cifar100, shakespeare
+from gradalign.tasks.readers import LETTERS, SEQUENCE, window_starts
+from gradalign.tasks.task import PartitionedClients
 from small_files import cifar_batch, write_pickle
 
 LENGTHS = (600, 300, 900, 450, 90, 500)
@@ -211,10 +209,10 @@ def test_lone_examples_lose_nobody_and_touching_is_symmetric():
     for kept, out in zip(trained, held, strict=True):
         assert len(out) == 10
         assert sorted([*kept, *out]) == list(range(50))
-    pool = Pool.of([np.array([[0, 3], [5, 6], [3, 4], [9, 9]])])
-    assert pool.touching(np.array([True, False, False, False])).tolist() == [True, False, True, False]
-    assert pool.touching(np.array([False, False, True, False])).tolist() == [True, False, True, False]
-    assert pool.stretches().tolist() == [0, 1, 0, 2]
+    spans = np.array([[0, 3], [5, 6], [3, 4], [9, 9]])
+    assert touching(spans, np.array([True, False, False, False])).tolist() == [True, False, True, False]
+    assert touching(spans, np.array([False, False, True, False])).tolist() == [True, False, True, False]
+    assert stretches_of(spans).tolist() == [0, 1, 0, 2]
 
 
 @pytest.mark.parametrize("groups", [[[1, 2]], [[1.0, 2.0, 3.0]], [[[2, 1]] * 3], [[None, 1, 2]], []], ids=str)

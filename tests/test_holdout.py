@@ -17,8 +17,8 @@ import gradalign as ga
 from gradalign.recipes.build import task_of
 from gradalign.recipes.spec import validate
 from gradalign.runs.folder import read_metrics
-from gradalign.tasks.data import PartitionedClients
 from gradalign.tasks.holdout import hold_out, split_rows
+from gradalign.tasks.task import PartitionedClients
 from test_cli import call
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradalign.errors import GradalignError
-from gradalign.tasks import partition as ways
+from gradalign.tasks import partition
 from gradalign.tasks.divide import Division, even_choice, spaced_choice
 
 labels_and_clients = st.lists(st.integers(0, 6), min_size=1, max_size=80).flatmap(
@@ -33,7 +33,7 @@ def check(parts, examples, clients, *, complete=True):
 @given(labels_and_clients, seeds)
 def test_iid_is_complete_and_even(case, seed):
     labels, clients = case
-    parts = ways.iid(labels, clients, seed)
+    parts = partition.iid(labels, clients, seed)
     check(parts, len(labels), clients)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -41,7 +41,7 @@ def test_iid_is_complete_and_even(case, seed):
 @given(labels_and_clients, seeds, st.floats(0, 1))
 def test_sorted_with_iid_is_complete_and_even(case, seed, share):
     labels, clients = case
-    parts = ways.sorted_with_iid(labels, clients, share, seed)
+    parts = partition.sorted_with_iid(labels, clients, share, seed)
     check(parts, len(labels), clients)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -49,20 +49,20 @@ def test_sorted_with_iid_is_complete_and_even(case, seed, share):
 @given(labels_and_clients, seeds)
 def test_wholly_sorted_blocks_do_not_interleave(case, seed):
     labels, clients = case
-    blocks = [labels[part] for part in ways.sorted_with_iid(labels, clients, 0.0, seed)]
+    blocks = [labels[part] for part in partition.sorted_with_iid(labels, clients, 0.0, seed)]
     assert all(a.max() <= b.min() for a, b in itertools.pairwise(blocks))
 
 
 @given(labels_and_clients, seeds, st.floats(min_value=1e-320, max_value=1e300))
 def test_dirichlet_ends_for_any_alpha_and_leaves_nobody_empty(case, seed, alpha):
     labels, clients = case
-    check(ways.dirichlet(labels, clients, alpha, seed), len(labels), clients)
+    check(partition.dirichlet(labels, clients, alpha, seed), len(labels), clients)
 
 
 def test_dirichlet_goes_from_one_holder_to_iid():
     labels = np.repeat(np.arange(10), 500)
     for alpha, low, high in ((1e-3, 0.9, 1.0), (1e5, 0.09, 0.115)):
-        parts = ways.dirichlet(labels, 10, alpha, 0)
+        parts = partition.dirichlet(labels, 10, alpha, 0)
         largest = [max(np.sum(labels[part] == c) for part in parts) / 500 for c in range(10)]
         assert low <= np.mean(largest) <= high
 
@@ -72,9 +72,9 @@ def test_separate_classes_never_overlap(classes, clients, per_client, seed):
     labels = np.repeat(np.arange(classes), 3)
     if clients * per_client > classes:
         with pytest.raises(GradalignError):
-            ways.separate_classes(labels, clients, per_client, seed)
+            partition.separate_classes(labels, clients, per_client, seed)
         return
-    parts = ways.separate_classes(labels, clients, per_client, seed)
+    parts = partition.separate_classes(labels, clients, per_client, seed)
     check(parts, len(labels), clients, complete=clients * per_client == classes)
     held = [set(labels[part]) for part in parts]
     assert all(len(own) == per_client for own in held)
@@ -85,7 +85,7 @@ def test_separate_classes_never_overlap(classes, clients, per_client, seed):
 @given(st.integers(1, 8), st.integers(1, 20), seeds)
 def test_one_class_per_client(classes, clients, seed):
     labels = np.repeat(np.arange(classes), 20)
-    parts = ways.one_class(labels, clients, seed)
+    parts = partition.one_class(labels, clients, seed)
     check(parts, len(labels), clients, complete=clients >= classes)
     assert all(len(set(labels[part])) == 1 for part in parts)
 
@@ -95,7 +95,7 @@ def test_classes_per_client_holds_every_class(classes, clients, per_client, seed
     labels = np.repeat(np.arange(classes), 60)
     if per_client > classes or clients * per_client < classes:
         return
-    parts = ways.by_classes(labels, clients, per_client, seed)
+    parts = partition.by_classes(labels, clients, per_client, seed)
     check(parts, len(labels), clients)
     assert all(len(set(labels[part])) == per_client for part in parts)
 
@@ -103,27 +103,27 @@ def test_classes_per_client_holds_every_class(classes, clients, per_client, seed
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=50), seeds)
 def test_natural_gives_each_owner_what_it_owns(owners, seed):
     owners = np.array(owners)
-    parts = ways.natural(owners, None, seed)
+    parts = partition.natural(owners, None, seed)
     check(parts, len(owners), len(np.unique(owners)))
     assert all(len(set(owners[part])) == 1 for part in parts)
-    some = ways.natural(owners, 1, seed)
+    some = partition.natural(owners, 1, seed)
     assert len(some[0]) == np.sum(owners == owners[some[0][0]])
 
 
 def test_partitions_follow_the_seed():
     labels = np.repeat(np.arange(6), 30)
-    for partition in ("iid", "one-class", "separate", "classes", "sorted", "dirichlet"):
-        division = Division(partition=partition, clients=6, iid_share=0.2)
+    for name in ("iid", "one-class", "separate", "classes", "sorted", "dirichlet"):
+        division = Division(partition=name, clients=6, iid_share=0.2)
         once, again, other = (division.divide(labels, seed) for seed in (1, 1, 2))
         assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
-        assert any(not np.array_equal(a, b) for a, b in zip(once, other, strict=True)), partition
+        assert any(not np.array_equal(a, b) for a, b in zip(once, other, strict=True)), name
 
 
 def test_custom_lists(tmp_path):
-    assert [part.tolist() for part in ways.custom(5, [[4, 0], [2]])] == [[4, 0], [2]]
+    assert [part.tolist() for part in partition.custom(5, [[4, 0], [2]])] == [[4, 0], [2]]
     path = tmp_path / "who.json"
     path.write_text(json.dumps([[0], [1, 2]]))
-    assert [part.tolist() for part in ways.custom(3, str(path))] == [[0], [1, 2]]
+    assert [part.tolist() for part in partition.custom(3, str(path))] == [[0], [1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_custom_lists(tmp_path):
 )
 def test_bad_custom_lists(lists, message):
     with pytest.raises(GradalignError, match=message):
-        ways.custom(5, lists)
+        partition.custom(5, lists)
 
 
 @given(labels_and_clients, st.integers(1, 90))
@@ -160,7 +160,7 @@ def test_shares_keep_some_clients_and_some_of_their_examples():
     labels = np.repeat(np.arange(10), 20)
     division = Division(partition="separate", clients=5, classes_per_client=2, client_share=0.4, data_share=0.25)
     whole = division.divide(labels, 3)
-    kept = division.keep(whole, labels, 3)
+    kept = division.subset(whole, labels, 3)
     assert [len(part) for part in kept] == [10, 10]
     assert all(any(set(part) <= set(full) for full in whole) for part in kept)
     assert all(np.bincount(labels[part]).max() == 5 for part in kept), "both classes are kept alike"
@@ -196,4 +196,4 @@ def test_a_json_file_of_parts_that_is_not_json(tmp_path):
     path = Path(tmp_path / "who.json")
     path.write_text("[[1,")
     with pytest.raises(GradalignError, match="is not JSON"):
-        ways.custom(5, str(path))
+        partition.custom(5, str(path))

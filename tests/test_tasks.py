@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 
 import gradalign as ga
-from gradalign.algorithms.plan import Plan
+from gradalign.algorithms.plan import Plan, combine
+from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel
-from gradalign.client.trainer import LocalTrainer
+from gradalign.client.trainer import ClientTrainer, Setup
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS, build_task
-from gradalign.tasks.images import CropAndFlip, Normalise
-from gradalign.tasks.models import CharLSTM, emnist_cnn, lenet
+from gradalign.tasks.divide import Division
+from gradalign.tasks.paper import CharLSTM, CropAndFlip, Normalise, emnist_cnn, lenet
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -94,20 +98,21 @@ def test_augmentation_acts_in_local_steps_only():
 
     data = (torch.ones(6, 1), torch.zeros(6, dtype=torch.int64))
     task = ga.Task(model=Watcher, clients=[data], test=data, augment=augment)
-    trainer = LocalTrainer(task, ga.LocalTraining(lr=0.1, steps=3), seed=0)
+    trainer = ClientTrainer(Setup(task=task, local=ga.LocalTraining(lr=0.1, steps=3)))
     point = FlatModel(task.make_model(0)).read()
-    client = task.client(0)
-    trainer.gradient(point, client, client=0, round_index=0)
+    client, who = task.client(0), Participant(client=0, weight=1.0)
+    told, later = (Broadcast(point=point, round=n, algorithm=combine(), lr=0.1) for n in (0, 1))
+    trainer.gradient(told, who, client)
     trainer.evaluate(point, client, torch.arange(6))
     assert met == [1.0, 1.0]
     assert not seen
-    trainer.train(point, Plan(), client, client=0, round_index=0, lr=0.1)
+    trainer.train(told, who, Plan(), client)
     assert met[2:] == [1001.0] * 3
     first = list(seen)
     assert len(set(first)) == 3
-    trainer.train(point, Plan(), client, client=0, round_index=0, lr=0.1)
+    trainer.train(told, who, Plan(), client)
     assert seen[3:] == first, "the same round draws the same augmentation"
-    trainer.train(point, Plan(), client, client=0, round_index=1, lr=0.1)
+    trainer.train(later, who, Plan(), client)
     assert seen[6:] != first
 
 
@@ -184,6 +189,27 @@ def test_tasks_are_described_without_data(tmp_path, monkeypatch):
     described = {task["name"]: task["description"] for task in describe_tasks()}
     assert list(described) == list(TASKS) == ["digits", "emnist", "cifar10", "cifar100", "shakespeare"]
     assert all(len(text) > 20 and "\n" not in text for text in described.values())
+
+
+def test_settings_of_the_division_are_listed_once_and_belong_to_every_task():
+    settings = {name: inspect.signature(make).parameters for name, make in TASKS.items()}
+    shared = {field.name for field in fields(Division)}
+    for name, known in settings.items():
+        assert shared - set(known) == ({"classes_per_client"} if name == "shakespeare" else set())
+        assert "division" not in known
+    assert settings["emnist"]["clients"].default == 47
+    assert settings["cifar100"]["classes_per_client"].default == 2
+    with pytest.raises(TypeError, match="classes_per_client"):
+        TASKS["shakespeare"](classes_per_client=2)
+
+
+def test_facts_stand_beside_what_a_task_counts_itself():
+    data = [(torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64))]
+    facts = {"clients": 99, "test_examples": 7, "name": "mine", "hospital": "A"}
+    described = ga.Task(model=torch.nn.Linear(1, 2), clients=data, facts=facts, name="task").describe()
+    assert (described["name"], described["clients"], described["test_examples"]) == ("task", 1, 0)
+    assert described["hospital"] == "A"
+    assert described["clients (fact)"] == 99
 
 
 def test_the_digits_are_scikit_learns():

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -16,23 +15,25 @@ import gradalign.theory
 from gradalign.algorithms import FedGA, LinearScaling, Scaffold
 from gradalign.algorithms.plan import Plan
 from gradalign.errors import GradalignError
-from gradalign.server.alignment import Probe
 from gradalign.tasks.task import Task
-from gradalign.theory.check import Check, limit, order, order_claim, slope_of
-from gradalign.theory.descent import constants_of, descent, wavy_bowl
-from gradalign.theory.federated import fedga, forms, measuring_tools, scaffold
-from gradalign.theory.federated import gradalign as gradalign_claim
-from gradalign.theory.plot import plot_checks
-from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
-from gradalign.theory.sequential import (
+from gradalign.theory.check import Check, limit, order, plot_checks, slope_of
+from gradalign.theory.claims import (
     every_draw,
     every_order,
+    fedga,
+    forms,
     lemma_1,
     linear_scaling,
+    measuring_tools,
     mirrored_draws,
+    scaffold,
     surrogate,
     theorem_1,
 )
+from gradalign.theory.claims import gradalign as gradalign_claim
+from gradalign.theory.descent import constants_of, descent, wavy_bowl
+from gradalign.theory.probe import Probe
+from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_the_slope_of_a_power_law_is_its_power(power, factor):
 
 
 def claim_of(predicted):
-    return order_claim("1", "p", "c", "α", predicted)
+    return Check("1", "p", "c", "α", predicted=predicted)
 
 
 def test_a_slope_off_by_more_than_a_tenth_fails():
@@ -147,7 +148,7 @@ def test_fedga_with_the_wrong_sign_fails(mlp, monkeypatch):
 
     def wrong(self, view):
         plan = right(self, view)
-        return Plan(displacement=-plan.displacement, every_step=plan.every_step)
+        return Plan(displacement=-plan.displaced(view.gradient), every_step=plan.every_step)
 
     monkeypatch.setattr(FedGA, "plan", wrong)
     assert failures(gradalign_claim(mlp)) == {"4"}
@@ -167,7 +168,8 @@ def test_a_form_inside_the_steps_that_differs_fails(mlp, monkeypatch):
 
     def wrong(self, view):
         plan = right(self, view)
-        return Plan(displacement=plan.displacement * (1.001 if plan.every_step else 1.0), every_step=plan.every_step)
+        longer = 1.001 if plan.every_step else 1.0
+        return Plan(displacement=longer * plan.displaced(view.gradient), every_step=plan.every_step)
 
     monkeypatch.setattr(FedGA, "plan", wrong)
     assert failures(forms(mlp)) == {"8a"}
@@ -237,22 +239,22 @@ def users_own_task(clients=3):
 
 
 def test_a_user_s_task_is_made_smooth_and_small():
-    arena = Problem(users_task(users_own_task(clients=6)), seed=0)
-    assert arena.x.dtype == torch.float64
-    assert len(arena.clients) == 4
-    assert all(len(arena.task.client(client)) == 32 for client in arena.clients)
+    problem = Problem(users_task(users_own_task(clients=6)), seed=0)
+    assert problem.x.dtype == torch.float64
+    assert len(problem.clients) == 4
+    assert all(len(problem.task.client(client)) == 32 for client in problem.clients)
     for claim in (lemma_1, gradalign_claim, scaffold, forms):
-        assert failures(claim(arena)) == set()
+        assert failures(claim(problem)) == set()
 
 
 def test_kinks_are_smoothed_and_named():
     inputs = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))
     task = Task(model=model, clients=[(inputs[:3], torch.arange(3)), (inputs[3:], torch.arange(3))], name="own")
-    arena = Problem(users_task(task), seed=0)
-    assert arena.name == "own, MaxPool2d as AvgPool2d, ReLU as GELU"
+    problem = Problem(users_task(task), seed=0)
+    assert problem.name == "own, MaxPool2d as AvgPool2d, ReLU as GELU"
     assert isinstance(model[1], nn.ReLU)  # the user's model is left alone
-    assert failures(gradalign_claim(arena)) == set()
+    assert failures(gradalign_claim(problem)) == set()
 
 
 def test_one_client_cannot_be_checked():
@@ -286,10 +288,7 @@ def some_checks(passed):
 
 @pytest.fixture
 def run_cli(monkeypatch):
-    from gradalign.cli.theory import register
-
-    app = typer.Typer()
-    register(app)
+    from gradalign.cli.app import app
 
     def run(*arguments, passed=True):
         monkeypatch.setattr(gradalign.theory, "verify", lambda **_: some_checks(passed))

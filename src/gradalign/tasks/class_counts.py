@@ -1,4 +1,4 @@
-"""Who holds what: the classes of every client, counted."""
+"""How many examples of each class each client has."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradalign.errors import GradalignError
-from gradalign.tasks.cifar import CIFAR10_CLASSES
-from gradalign.tasks.data import PartitionedClients, TensorExamples, as_examples
+from gradalign.tasks.batches import TensorExamples, as_examples
 from gradalign.tasks.datasets import EMNIST_CLASSES
-from gradalign.tasks.leaf import LETTERS
-from gradalign.tasks.task import Task
+from gradalign.tasks.paper import CIFAR10_CLASSES
+from gradalign.tasks.readers import LETTERS
+from gradalign.tasks.task import PartitionedClients, Task
 
-_MOST_NOTED = 500  # clients kept in a run folder; a picture has no more columns
+_MOST_NOTED = 500  # clients noted in a run folder; a picture has no more columns
 _MOST_CLASSES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassCounts:
-    """How many examples of each class each client holds.
-
-    Attributes:
-        counts: (clients, classes).
-        names: The classes' names.
-    """
+    """How many examples of each class each client has: (clients, classes), and the classes' names."""
 
     counts: NDArray[np.int64]
     names: tuple[str, ...]
@@ -63,7 +58,7 @@ def _labels_of(task: Task, most: int | None) -> list[NDArray[np.int64]] | None:
 
 
 def class_counts_note(task: Task) -> dict[str, Any] | None:
-    """Return who holds what as plain data for the run folder: of the first clients only, so that it stays small."""
+    """Return the counts as plain data for the run folder: of the first clients only, so that it stays small."""
     try:
         held = class_counts_of(task, _MOST_NOTED)
     except GradalignError:

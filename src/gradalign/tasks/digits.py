@@ -7,7 +7,6 @@ them; ``digits.npz`` holds the pixels and labels as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,8 @@ from torch import nn
 
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.tasks.data import PartitionedClients
-from gradalign.tasks.divide import Division
-from gradalign.tasks.task import Task
+from gradalign.tasks.divide import Division, divided
+from gradalign.tasks.task import PartitionedClients, Task
 
 
 def digits_model() -> nn.Module:
@@ -33,58 +31,30 @@ def images_and_labels() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         return file["images"], file["labels"].astype(np.int64)
 
 
-def digits(
-    *,
-    seed: int = 0,
-    clients: int = 20,
-    partition: str = "classes",
-    classes_per_client: int = 2,
-    iid_share: float = 0.0,
-    alpha: float = 0.5,
-    parts: Sequence[Sequence[int]] | str | None = None,
-    test_share: float = 0.25,
-    client_share: float = 1.0,
-    data_share: float = 1.0,
-) -> Task:
+@divided(partition="classes", clients=20, classes_per_client=2)
+def digits(division: Division, *, seed: int = 0, test_share: float = 0.25) -> Task:
     """1,797 handwritten digits, 8×8 pixels (Alpaydin & Kaynak 1998), part of the package: nothing to download.
 
     Args:
+        division: How the digits are divided among clients; its fields are given as keywords.
         seed: The seed of the split and the partition.
-        clients: The number of clients.
-        partition: How digits are divided among clients; see ``divide.PARTITIONS``.
-        classes_per_client: How many classes a client holds, for "classes" and "separate".
-        iid_share: For the partition "sorted".
-        alpha: For the partition "dirichlet".
-        parts: For the partition "custom": rows of the training digits.
-        test_share: The share of the digits kept for testing.
-        client_share: The share of the clients that is kept.
-        data_share: The share of its digits that each kept client has.
+        test_share: The share of the digits that are for testing.
     """
     if not 0.0 < test_share < 1.0:
         raise GradalignError(f"task.test_share must be between 0 and 1, got {test_share:g}")
-    division = Division(
-        partition=partition,
-        clients=clients,
-        classes_per_client=classes_per_client,
-        iid_share=iid_share,
-        alpha=alpha,
-        parts=parts,
-        client_share=client_share,
-        data_share=data_share,
-    )
     pixels, labels = images_and_labels()
     # Pixels are 0..16; centred and scaled to about unit variance.
     images = torch.as_tensor((pixels / 16.0 - 0.3) / 0.4, dtype=torch.float32)
     order = numpy_stream(seed, Purpose.SPLIT).permutation(len(labels))
-    held_out = round(test_share * len(labels))
-    test, train = np.sort(order[:held_out]), np.sort(order[held_out:])
+    tested = round(test_share * len(labels))
+    test, train = np.sort(order[:tested]), np.sort(order[tested:])
     whole = division.divide(labels[train], seed)
-    kept = division.keep(whole, labels[train], seed)
+    used = division.subset(whole, labels[train], seed)
     targets = torch.as_tensor(labels)
     return Task(
         name="digits",
         model=digits_model,
-        clients=PartitionedClients((images[train], targets[train]), kept),
+        clients=PartitionedClients((images[train], targets[train]), used),
         test=(images[test], targets[test]),
-        facts=division.describe(len(whole), len(kept)),
+        facts=division.describe(len(whole), len(used)),
     )

@@ -1,31 +1,36 @@
-"""From a recipe's words to a federation of clients: the partition by name, then the share of it that a scale keeps."""
+"""From a recipe's words to a federation of clients: the partition by name, then the share of it that a scale takes."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.tasks import partition as ways
+from gradalign.tasks import partition
 from gradalign.tasks.partition import Labels, Rows
 
 PARTITIONS = {
-    "iid": "shuffled and dealt out evenly",
+    "iid": "IID",
     "one-class": "one class per client",
-    "separate": "classes_per_client classes per client, no class at two clients",
-    "classes": "classes_per_client classes per client, every class held, classes shared where need be",
-    "sorted": "sorted by label and cut into blocks, a share iid_share dealt out at random",
-    "dirichlet": "each class divided by shares from a Dirichlet(alpha)",
-    "natural": "the owners of the data, such as the speaking roles of plays",
-    "custom": "your own lists of row numbers in parts, or the name of a JSON file with them",
+    "separate": "{classes_per_client} classes per client without overlap",
+    "classes": "{classes_per_client} classes per client",
+    "sorted": "sorted by label, {iid_share:.4g} of it IID",
+    "dirichlet": "Dirichlet({alpha:g})",
+    "natural": "natural clients",
+    "custom": "custom lists",
 }
+"""The partitions by name, and what a summary says of them; ``gradalign.tasks.partition`` says what they do."""
 
 _SCALE_KEY = 1  # keeps the choice of clients apart from the partition's own stream
+_Task = TypeVar("_Task")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +39,17 @@ class Division:
 
     Attributes:
         partition: A name of ``PARTITIONS``.
-        clients: The number of clients; None takes all owners of a natural partition.
+        clients: The number of clients; None takes all owners of a "natural" partition, such as the roles of plays.
         classes_per_client: For "separate" and "classes".
         iid_share: For "sorted".
         alpha: For "dirichlet".
-        parts: For "custom".
-        client_share: The share of these clients that is kept at all, a seeded choice of them.
-        data_share: The share of its examples that each kept client has.
+        parts: For "custom": lists of row numbers, one per client, or the name of a JSON file with them.
+        client_share: The share of these clients that takes part at all, a seeded choice of them.
+        data_share: The share of its examples that each of them has.
     """
 
-    partition: str
-    clients: int | None
+    partition: str = "iid"
+    clients: int | None = None
     classes_per_client: int = 1
     iid_share: float = 0.0
     alpha: float = 0.5
@@ -65,31 +70,32 @@ class Division:
 
     def divide(self, labels: Labels, seed: int, owners: Labels | None = None) -> list[Rows]:
         """Return the rows of every client of the whole federation."""
-        if self.partition == "custom":
-            return ways.custom(len(labels), self.parts or ())
-        if self.partition == "natural":
-            if owners is None:
-                raise GradalignError('task.partition: this data has no owners, so it has no "natural" partition')
-            return ways.natural(owners, self.clients, seed)
-        clients = self.clients or 0
-        if self.partition == "one-class":
-            return ways.one_class(labels, clients, seed)
-        if self.partition == "separate":
-            return ways.separate_classes(labels, clients, self.classes_per_client, seed)
-        if self.partition == "classes":
-            return ways.by_classes(labels, clients, self.classes_per_client, seed)
-        if self.partition == "sorted":
-            return ways.sorted_with_iid(labels, clients, self.iid_share, seed)
-        if self.partition == "dirichlet":
-            return ways.dirichlet(labels, clients, self.alpha, seed)
-        return ways.iid(labels, clients, seed)
+        clients, per_client = self.clients or 0, self.classes_per_client
+        match self.partition:
+            case "custom":
+                return partition.custom(len(labels), self.parts or ())
+            case "natural":
+                if owners is None:
+                    raise GradalignError('task.partition: this data has no owners, so it has no "natural" partition')
+                return partition.natural(owners, self.clients, seed)
+            case "one-class":
+                return partition.one_class(labels, clients, seed)
+            case "separate":
+                return partition.separate_classes(labels, clients, per_client, seed)
+            case "classes":
+                return partition.by_classes(labels, clients, per_client, seed)
+            case "sorted":
+                return partition.sorted_with_iid(labels, clients, self.iid_share, seed)
+            case "dirichlet":
+                return partition.dirichlet(labels, clients, self.alpha, seed)
+            case _:
+                return partition.iid(labels, clients, seed)
 
-    def keep(self, parts: list[Rows], labels: Labels, seed: int) -> list[Rows]:
-        """Return the clients and rows that the shares keep: a seeded choice of clients, an even choice of rows."""
+    def subset(self, parts: list[Rows], labels: Labels, seed: int) -> list[Rows]:
+        """Return the clients and rows that the shares ask for: a seeded choice of clients, an even choice of rows."""
         if self.client_share < 1.0:
-            count = max(
-                min(2, len(parts)), round(self.client_share * len(parts))
-            )  # one client has nobody to align with
+            # At least two: one client has nobody to align with.
+            count = max(min(2, len(parts)), round(self.client_share * len(parts)))
             chosen = numpy_stream(seed, Purpose.PARTITION, _SCALE_KEY).choice(len(parts), count, replace=False)
             parts = [parts[client] for client in np.sort(chosen)]
         if self.data_share < 1.0:
@@ -98,23 +104,48 @@ class Division:
             parts = [part[choose(labels[part], math.ceil(self.data_share * len(part)))] for part in parts]
         return parts
 
-    def describe(self, clients: int, kept: int) -> dict[str, str]:
+    def describe(self, clients: int, used: int) -> dict[str, str]:
         """Return the facts worth printing beside a result."""
-        text = {
-            "iid": "IID",
-            "one-class": "one class per client",
-            "separate": f"{self.classes_per_client} classes per client without overlap",
-            "classes": f"{self.classes_per_client} classes per client",
-            "sorted": f"sorted by label, {self.iid_share:.4g} of it IID",
-            "dirichlet": f"Dirichlet({self.alpha:g})",
-            "natural": "natural clients",
-            "custom": "custom lists",
-        }
-        facts = {"partition": text[self.partition]}
-        if kept < clients or self.data_share < 1.0:
+        facts = {"partition": PARTITIONS[self.partition].format(**vars(self))}
+        if used < clients or self.data_share < 1.0:
             share = f"{100 * self.data_share:.4g} % of their examples"
-            facts["kept"] = f"scaled to {kept} of {clients} clients with {share}"
+            facts["kept"] = f"scaled to {used} of {clients} clients with {share}"
         return facts
+
+
+def divided(
+    kind: type[Division] = Division, *, without: Sequence[str] = (), **defaults: Any
+) -> Callable[[Callable[..., _Task]], Callable[..., _Task]]:
+    """Turn ``make(division, *, seed=0, …)`` into a task's function that takes the division's settings as keywords.
+
+    Args:
+        kind: The division, whose fields are the settings; the function's signature lists them one by one.
+        without: Settings that this task does not have.
+        defaults: Its own defaults.
+    """
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    settings = [
+        inspect.Parameter(field.name, keyword, default=defaults.get(field.name, field.default), annotation=field.type)
+        for field in fields(kind)
+        if field.name not in without
+    ]
+
+    def decorate(make: Callable[..., _Task]) -> Callable[..., _Task]:
+        seed, *own = (p for p in inspect.signature(make).parameters.values() if p.kind is keyword)
+        signature = inspect.Signature([seed, *settings, *own])
+
+        @functools.wraps(make)
+        def task(**given: Any) -> _Task:
+            bound = signature.bind(**given)
+            bound.apply_defaults()
+            values = bound.kwargs
+            division = kind(**{setting.name: values.pop(setting.name) for setting in settings})
+            return make(division, **values)
+
+        task.__signature__ = signature  # type: ignore[attr-defined]
+        return task
+
+    return decorate
 
 
 def spaced_choice(labels: Labels, count: int | None) -> Rows:
@@ -128,10 +159,8 @@ def spaced_choice(labels: Labels, count: int | None) -> Rows:
 
 def even_choice(labels: Labels, count: int | None) -> Rows:
     """Return ``count`` positions, in order, with every class as equally present as can be; None takes all."""
-    if count is None or count >= len(labels):
-        return np.arange(len(labels))
-    if count < 1:
-        raise GradalignError(f"a limit on the examples must be at least 1, got {count}")
+    if count is None or count >= len(labels) or count < 1:
+        return spaced_choice(labels, count)
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], labels[order], side="left")
     rank = np.empty(len(labels), np.int64)  # the how-manieth of its class each row is

@@ -1,6 +1,6 @@
-"""Who holds what: ways of dividing labelled examples among clients.
+"""Ways of dividing labelled examples among clients.
 
-Every function returns one array of row numbers per client, is seeded, uses no row twice and leaves no client empty.
+Every way returns one array of row numbers per client, is seeded, uses no row twice and leaves no client empty.
 """
 
 from __future__ import annotations
@@ -21,16 +21,26 @@ Rows = NDArray[np.int64]
 Labels = NDArray[np.integer[Any]]
 
 
-def _check(examples: int, clients: int) -> None:
+def _check(labels: Labels, clients: int) -> None:
     if clients < 1:
         raise GradalignError(f"task.clients must be at least 1, got {clients}")
-    if clients > examples:
-        raise GradalignError(f"task.clients is {clients}, but there are only {examples} examples to share out")
+    if clients > len(labels):
+        raise GradalignError(f"task.clients is {clients}, but there are only {len(labels)} examples to share out")
+
+
+def _classes(labels: Labels, classes_per_client: int) -> int:
+    """Return the number of classes, at least as many as a client is to hold."""
+    classes = len(np.unique(labels))
+    if not 1 <= classes_per_client <= classes:
+        raise GradalignError(
+            f"task.classes_per_client must be from 1 to {classes}, the number of classes, got {classes_per_client}"
+        )
+    return classes
 
 
 def iid(labels: Labels, clients: int, seed: int) -> list[Rows]:
     """Shuffle the examples and deal them out evenly."""
-    _check(len(labels), clients)
+    _check(labels, clients)
     order = numpy_stream(seed, Purpose.PARTITION).permutation(len(labels))
     return [np.sort(part) for part in np.array_split(order, clients)]
 
@@ -41,12 +51,11 @@ def by_classes(labels: Labels, clients: int, classes_per_client: int, seed: int)
     Classes go round over the clients in a seeded order, so each class has as equal a number of holders as can be; its
     examples are dealt out evenly among them.
     """
-    _check(len(labels), clients)
-    classes = np.unique(labels)
-    _check_classes_per_client(classes_per_client, len(classes))
-    if clients * classes_per_client < len(classes):
+    _check(labels, clients)
+    classes = _classes(labels, classes_per_client)
+    if clients * classes_per_client < classes:
         raise GradalignError(
-            f"{clients} clients with {classes_per_client} classes each cannot hold all {len(classes)} classes; "
+            f"{clients} clients with {classes_per_client} classes each cannot hold all {classes} classes; "
             "raise task.clients or task.classes_per_client"
         )
     return _hand_out(labels, clients, classes_per_client, seed)
@@ -57,28 +66,20 @@ def separate_classes(labels: Labels, clients: int, classes_per_client: int, seed
 
     With fewer places than classes, the classes left over are held by no one.
     """
-    _check(len(labels), clients)
-    classes = np.unique(labels)
-    _check_classes_per_client(classes_per_client, len(classes))
-    if clients * classes_per_client > len(classes):
+    _check(labels, clients)
+    classes = _classes(labels, classes_per_client)
+    if clients * classes_per_client > classes:
         raise GradalignError(
             f"{clients} clients with {classes_per_client} classes each need {clients * classes_per_client} classes, "
-            f"but there are {len(classes)}; lower task.clients or task.classes_per_client"
+            f"but there are {classes}; lower task.clients or task.classes_per_client"
         )
     return _hand_out(labels, clients, classes_per_client, seed)
 
 
 def one_class(labels: Labels, clients: int, seed: int) -> list[Rows]:
     """Give each client examples of a single class: all of the class, or a share where clients outnumber classes."""
-    _check(len(labels), clients)
+    _check(labels, clients)
     return _hand_out(labels, clients, 1, seed)
-
-
-def _check_classes_per_client(wanted: int, classes: int) -> None:
-    if not 1 <= wanted <= classes:
-        raise GradalignError(
-            f"task.classes_per_client must be from 1 to {classes}, the number of classes, got {wanted}"
-        )
 
 
 def _hand_out(labels: Labels, clients: int, classes_per_client: int, seed: int) -> list[Rows]:
@@ -86,18 +87,16 @@ def _hand_out(labels: Labels, clients: int, classes_per_client: int, seed: int) 
     classes = np.unique(labels)
     stream = numpy_stream(seed, Purpose.PARTITION)
     order = stream.permutation(classes)
-    held = [
-        [order[(c * classes_per_client + j) % len(order)] for j in range(classes_per_client)] for c in range(clients)
-    ]
+    places = np.arange(clients * classes_per_client).reshape(clients, classes_per_client) % len(order)
     parts: list[list[Rows]] = [[] for _ in range(clients)]
     for label in classes:
-        holders = [c for c in range(clients) if label in held[c]]
+        holders = np.flatnonzero((order[places] == label).any(axis=1))
         rows = stream.permutation(np.flatnonzero(labels == label))
         if len(rows) < len(holders):
             raise GradalignError(
                 f"class {label} has {len(rows)} examples for {len(holders)} clients; use fewer clients"
             )
-        for holder, share in zip(holders, np.array_split(rows, len(holders)) if holders else [], strict=True):
+        for holder, share in zip(holders, np.array_split(rows, max(len(holders), 1)), strict=False):
             parts[holder].append(share)
     return [np.sort(np.concatenate(part)) for part in parts]
 
@@ -107,7 +106,7 @@ def sorted_with_iid(labels: Labels, clients: int, iid_share: float, seed: int) -
 
     0 gives each client a block of the sorted labels, 1 is IID; all clients are of equal size, give or take one.
     """
-    _check(len(labels), clients)
+    _check(labels, clients)
     if not 0.0 <= iid_share <= 1.0:
         raise GradalignError(f"task.iid_share must be between 0 and 1, got {iid_share:g}")
     order = numpy_stream(seed, Purpose.PARTITION).permutation(len(labels))
@@ -122,7 +121,7 @@ def sorted_with_iid(labels: Labels, clients: int, iid_share: float, seed: int) -
     return [np.sort(np.concatenate(pair)) for pair in zip(shuffled, blocks, strict=True)]
 
 
-def _even_sizes(examples: int, clients: int) -> NDArray[np.int64]:
+def _even_sizes(examples: int, clients: int) -> Rows:
     sizes = np.full(clients, examples // clients, np.int64)
     sizes[: examples % clients] += 1
     return sizes
@@ -133,7 +132,7 @@ def dirichlet(labels: Labels, clients: int, alpha: float, seed: int) -> list[Row
 
     One draw, no retries: a client left with nothing is given an example of the client that has most.
     """
-    _check(len(labels), clients)
+    _check(labels, clients)
     if not 0.0 < alpha < np.inf:
         raise GradalignError(f"task.alpha must be above 0, got {alpha:g}")
     stream = numpy_stream(seed, Purpose.PARTITION)
@@ -176,8 +175,7 @@ def natural(owners: Labels, clients: int | None, seed: int) -> list[Rows]:
             raise GradalignError(f"task.clients must be from 1 to {len(held)}, the owners of the data, got {clients}")
         held = np.sort(numpy_stream(seed, Purpose.PARTITION).choice(held, clients, replace=False))
     order = np.argsort(owners, kind="stable")
-    starts = np.searchsorted(owners[order], held, side="left")
-    stops = np.searchsorted(owners[order], held, side="right")
+    starts, stops = (np.searchsorted(owners[order], held, side=side) for side in ("left", "right"))
     return [np.sort(order[start:stop]) for start, stop in zip(starts, stops, strict=True)]
 
 

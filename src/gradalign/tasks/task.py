@@ -1,10 +1,11 @@
-"""The Task: all that an experiment needs to know about what is trained."""
+"""The Task: all that an experiment needs to know about what is trained, and on whose data."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream
-from gradalign.tasks.data import Examples, PartitionedClients, as_examples, example_count
+from gradalign.tasks.batches import Examples, TensorExamples, Transform, as_examples, example_count
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -69,6 +70,63 @@ def _require_whole(model: nn.Module) -> None:
         model.state_dict()
     except Exception as error:  # a get_extra_state or a hook of the user's own
         raise ClientError(f"the model's state cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _row_numbers(client: int, part: Any) -> Tensor:
+    """Return a client's list of rows, which must be whole numbers: 0.5 is no row, and True is not row 1."""
+    try:
+        rows = torch.as_tensor(part)
+    except (TypeError, ValueError, RuntimeError):
+        rows = torch.empty(0, 0)
+    if rows.shape == (0,):
+        return rows.to(torch.int64)
+    mixed = isinstance(part, list | tuple) and bool in map(type, part)
+    if rows.ndim != 1 or rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex() or mixed:
+        text = repr(part)
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        raise GradalignError(f"a partition needs lists of row numbers; client {client} has {shown}")
+    return rows.to(torch.int64)
+
+
+class PartitionedClients(Sequence[Examples]):
+    """Clients cut from one pool of tensors: client i holds the rows listed for it.
+
+    The pool is stored once and the lists as one vector with offsets, so a hundred thousand clients cost no more
+    than their rows.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[Tensor, ...],
+        parts: Iterable[Sequence[int] | np.ndarray | Tensor],
+        transform: Transform | None = None,
+    ) -> None:
+        lists = [_row_numbers(client, part) for client, part in enumerate(parts)]
+        if not lists:
+            raise GradalignError("a partition needs at least one client")
+        self.tensors, self.transform = tensors, transform
+        self.rows = torch.cat(lists)
+        self.offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])])
+        pool = len(tensors[0])
+        if len(self.rows) and not 0 <= int(self.rows.min()) <= int(self.rows.max()) < pool:
+            raise GradalignError(f"a partition names rows outside the pool of {pool} examples")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return [self[i] for i in range(*client.indices(len(self)))]
+        client = operator.index(client)
+        if not -len(self) <= client < len(self):
+            raise IndexError(f"there are {len(self)} clients, and no client {client}")
+        client %= len(self)
+        start, stop = self.offsets[client], self.offsets[client + 1]
+        return TensorExamples(self.tensors, self.rows[start:stop], self.transform)
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the number of examples of every client."""
+        return np.diff(self.offsets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,4 +249,7 @@ class Task:
             counts["examples_per_client"] = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
         counts["test_examples"] = 0
         counts[f"{self.scored_on}_examples"] = 0 if self.test_examples is None else len(self.test_examples)
-        return counts | {str(name): plain_value(value) for name, value in self.facts.items()}
+        for name, value in self.facts.items():
+            # A fact named like one of these counts stands beside it.
+            counts[f"{name} (fact)" if name in counts else str(name)] = plain_value(value)
+        return counts

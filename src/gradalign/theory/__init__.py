@@ -9,43 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gradalign.engines.local import one_thread
+from gradalign.client.trainer import one_thread
 from gradalign.tasks.task import Task
+from gradalign.theory import claims
 from gradalign.theory.check import Check
 from gradalign.theory.descent import descent
-from gradalign.theory.federated import fedga, forms, gradalign, measuring_tools, scaffold
 from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
-from gradalign.theory.sequential import lemma_1, linear_scaling, surrogate, theorem_1
 from gradalign.theory.whole import whole_rounds
 
-__all__ = ["Check", "check_arena", "iter_checks", "verify"]
+__all__ = ["Check", "iter_checks", "verify"]
 
 _CLAIMS: tuple[Callable[[Problem], list[Check]], ...] = (
-    lemma_1,
-    theorem_1,
-    surrogate,
-    gradalign,
-    fedga,
-    scaffold,
-    linear_scaling,
-    forms,
-    measuring_tools,
+    claims.lemma_1,
+    claims.theorem_1,
+    claims.surrogate,
+    claims.gradalign,
+    claims.fedga,
+    claims.scaffold,
+    claims.linear_scaling,
+    claims.forms,
+    claims.measuring_tools,
     whole_rounds,
 )
-
-
-def check_arena(arena: Problem) -> Iterator[Check]:
-    """Yield every check that makes sense on one problem."""
-    for claim in _CLAIMS:
-        yield from claim(arena)
 
 
 def iter_checks(*, task: Task | None = None, seed: int = 0) -> Iterator[Check]:
     """Yield the checks as they are made; see ``verify``."""
     with one_thread():
         tasks = [mlp_task(seed=seed), quadratic_task(seed=seed)] if task is None else [users_task(task, seed=seed)]
-        for problem in tasks:
-            yield from check_arena(Problem(problem, seed=seed))
+        for problem in (Problem(made, seed=seed) for made in tasks):
+            for claim in _CLAIMS:
+                yield from claim(problem)
         if task is None:
             yield from descent(seed=seed)
 

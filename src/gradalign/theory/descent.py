@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradalign.algorithms import GradAlign
+from gradalign.algorithms import LargeBatchGradAlign
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.task import Task
 from gradalign.theory.check import Check, limit
-from gradalign.theory.problems import Problem, mean_energy, predict_energy
+from gradalign.theory.problems import Problem, mean_energy, normal, predict_energy
 
 BOWL = 1.0
 WAVE = 2.0
@@ -29,7 +29,6 @@ class WavyBowl(nn.Module):
         self.x = nn.Parameter(x.clone())
 
     def forward(self, centres: Tensor, phases: Tensor) -> Tensor:
-        """Return the energy of each example."""
         return 0.5 * BOWL * (self.x - centres).square().sum(dim=1) + WAVE * torch.cos(self.x + phases).sum(dim=1)
 
 
@@ -61,10 +60,10 @@ def constants_of(centres: Tensor) -> Constants:
 def wavy_bowl(seed: int) -> tuple[Task, Constants]:
     """Return the problem and its constants."""
     random = torch_stream(seed, Purpose.SYNTHETIC, 3)
-    centres = 2.0 * torch.randn(_CLIENTS, _SIZE, generator=random, dtype=torch.float64)
+    centres = 2.0 * normal(random, _CLIENTS, _SIZE)
     phases = 2.0 * math.pi * torch.rand(_CLIENTS, _SIZE, generator=random, dtype=torch.float64)
     task = Task(
-        model=WavyBowl(torch.randn(_SIZE, generator=random, dtype=torch.float64)),
+        model=WavyBowl(normal(random, _SIZE)),
         clients=[(centres[i : i + 1], phases[i : i + 1]) for i in range(_CLIENTS)],
         loss=mean_energy,
         predict=predict_energy,
@@ -73,43 +72,44 @@ def wavy_bowl(seed: int) -> tuple[Task, Constants]:
     return task, constants_of(centres)
 
 
-def beta_bound(arena: Problem, x: Tensor, known: Constants, lr: float) -> float:
+def beta_bound(problem: Problem, x: Tensor, known: Constants, lr: float) -> float:
     """Return a β for which the proof of Theorem 3 promises a decrease at x.
 
     The proof asks for β < L1/L2 and ρβ²r < L1‖x⁺ − x‖, and shows ‖x⁺ − x‖ ≥ α‖∇f + β∇r‖ − αρβ²r. So
     ρβ²r(1 + αL1) < αL1‖∇f + β∇r‖ suffices, which needs no step to be taken. β is halved until it holds.
     """
-    members = arena.clients
-    r, slope = arena.calculus.r(x, members), arena.calculus.r_gradient(x, members)
-    descent = arena.calculus.mean_gradient(x, members)
+    members = problem.clients
+    r, slope = problem.calculus.r(x, members), problem.calculus.r_gradient(x, members)
+    descent = problem.calculus.mean_gradient(x, members)
     beta = 0.99 * known.l1 / known.l2
     while known.rho * beta**2 * r * (1.0 + lr * known.l1) >= lr * known.l1 * float((descent + beta * slope).norm()):
         beta *= 0.5
     return beta
 
 
-def _change(arena: Problem, x: Tensor, lr: float, beta: float) -> float:
+def _change(problem: Problem, x: Tensor, lr: float, beta: float) -> float:
     """Return f̂(x⁺) − f̂(x) for one GradAlign step, f̂ = f + βr."""
-    after = arena.round(GradAlign(beta=beta), x, arena.clients, lr=lr)
-    return arena.calculus.objective(after, arena.clients, beta) - arena.calculus.objective(x, arena.clients, beta)
+    everyone, objective = problem.clients, problem.calculus.objective
+    after = problem.round(LargeBatchGradAlign(beta=beta), x, everyone, lr=lr)
+    return objective(after, everyone, beta) - objective(x, everyone, beta)
 
 
-def _points(arena: Problem, seed: int, count: int, known: Constants) -> list[Tensor]:
+def _points(problem: Problem, seed: int, count: int, known: Constants) -> list[Tensor]:
     """Return random points, and near-critical points of f reached from some of them."""
     random = torch_stream(seed, Purpose.PROBE, 3)
-    points = [3.0 * torch.randn(arena.x.numel(), generator=random, dtype=torch.float64) for _ in range(count)]
+    points = [3.0 * normal(random, problem.x.numel()) for _ in range(count)]
     settled = []
     for x in points[: max(1, count // 20)]:
         for _ in range(200):
-            x = x - arena.calculus.mean_gradient(x, arena.clients) / known.l1
+            x = x - problem.calculus.mean_gradient(x, problem.clients) / known.l1
         settled.append(x)
     return points + settled
 
 
-def _first_rise(arena: Problem, x: Tensor, lr: float, bound: float) -> float | None:
+def _first_rise(problem: Problem, x: Tensor, lr: float, bound: float) -> float | None:
     """Return a β above the bound at which f + βr rises, looking in factors of 2; None when there is none."""
     tried = (bound * 2.0**power for power in range(1, _DOUBLINGS + 1))
-    return next((beta for beta in tried if _change(arena, x, lr, beta) > 0.0), None)
+    return next((beta for beta in tried if _change(problem, x, lr, beta) > 0.0), None)
 
 
 def descent(*, seed: int = 0, points: int = 100, searched: int = 10) -> list[Check]:
@@ -121,25 +121,19 @@ def descent(*, seed: int = 0, points: int = 100, searched: int = 10) -> list[Che
         searched: From how many of the points to look for a β that fails.
     """
     task, known = wavy_bowl(seed)
-    arena = Problem(task, seed=seed)
+    problem = Problem(task, seed=seed)
     lr = 0.99 / (2.0 * known.l1)
-    places = _points(arena, seed, points, known)
-    bounds = [beta_bound(arena, x, known, lr) for x in places]
-    rises = sum(_change(arena, x, lr, beta) >= 0.0 for x, beta in zip(places, bounds, strict=True))
-    firsts = [(_first_rise(arena, x, lr, beta), beta) for x, beta in zip(places[:searched], bounds, strict=False)]
+    places = _points(problem, seed, points, known)
+    bounds = [beta_bound(problem, x, known, lr) for x in places]
+    rises = sum(_change(problem, x, lr, beta) >= 0.0 for x, beta in zip(places, bounds, strict=True))
+    firsts = [(_first_rise(problem, x, lr, beta), beta) for x, beta in zip(places[:searched], bounds, strict=False)]
     failed = [(beta, beta / bound) for beta, bound in firsts if beta is not None]
     beta, ratio = min(failed, default=(math.inf, math.inf))
     facts = f"{len(places)} points; L1 = {known.l1:.3g}, L2 = {known.l2:.3g}, ρ = {known.rho:.3g}, α = {lr:.3g}"
+    largest = known.l1 / known.l2 * 2.0**_DOUBLINGS
+    found = f"{ratio:.3g} times the bound at that point; {len(failed)} of {searched} points searched have one"
     claim = "f + βr falls for α < 1/(2L1) and β below the bound"
     return [
         limit("9a", task.name, claim, "points where not", float(rises), 0.0, facts),
-        limit(
-            "9b",
-            task.name,
-            "f + βr rises for a β above the bound",
-            "β",
-            beta,
-            known.l1 / known.l2 * 2.0**_DOUBLINGS,
-            f"{ratio:.3g} times the bound at that point; {len(failed)} of {searched} points searched have one",
-        ),
+        limit("9b", task.name, "f + βr rises for a β above the bound", "β", beta, largest, found),
     ]

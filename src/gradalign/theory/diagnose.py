@@ -30,12 +30,11 @@ import torch
 
 from gradalign.algorithms.schedule import require
 from gradalign.checks import whole
-from gradalign.engines.local import one_thread
+from gradalign.client.trainer import named_failure, one_thread
 from gradalign.errors import GradalignError
-from gradalign.fast.group import named_failure
-from gradalign.server.alignment import HalfSplit, Probe, Spread, spread, within_client
 from gradalign.server.rounds import probe_clients
 from gradalign.tasks.task import Task
+from gradalign.theory.probe import HalfSplit, Probe, Spread, spread, within_client
 from gradalign.theory.random_splits import LEVEL, SPLITS, Null, mean_of_known, null_of
 
 ALIGNED = math.sqrt(0.1)

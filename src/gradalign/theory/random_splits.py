@@ -15,10 +15,9 @@ from torch import Tensor
 
 from gradalign.client.flat import Point
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.server.alignment import Probe, Rows
-from gradalign.tasks.batches import join_batches
-from gradalign.tasks.data import Examples
-from gradalign.tasks.groups import spans_of
+from gradalign.tasks.batches import Examples, join_batches
+from gradalign.tasks.holdout import spans_of, stretches_of
+from gradalign.theory.probe import Probe
 
 LEVEL = 0.05
 """The share of random clients that may be called misaligned."""
@@ -79,14 +78,12 @@ def pieces_of(probe: Probe) -> list[list[NDArray[np.int64]]]:
 
     Rows that overlap are no independent draws: dealt out one by one they would make random clients too much alike.
     """
-    found = []
+    found, groups = [], probe.task.groups or ()
     for client in probe.clients:
-        examples = probe.examples(client)
-        kept = examples.rows.numpy() if isinstance(examples, Rows) else np.arange(len(examples))
-        spans = spans_of([probe.task.groups[client]], [len(probe.task.client(client))])[0][kept]  # type: ignore[index]
+        count = len(probe.task.client(client))
+        spans = spans_of([groups[client]], [count])[0][probe.rows(client, count).numpy()]
         order = np.argsort(spans[:, 0], kind="stable")
-        apart = spans[order[1:], 0] > np.maximum.accumulate(spans[order, 1])[:-1]
-        stretches = np.split(order, np.flatnonzero(apart) + 1)
+        stretches = np.split(order, np.flatnonzero(np.diff(stretches_of(spans)[order])) + 1)
         longest = math.ceil(len(order) / 8)
         found.append([part for s in stretches for part in np.array_split(s, math.ceil(len(s) / longest))])
     return found

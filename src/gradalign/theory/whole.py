@@ -1,4 +1,4 @@
-"""Whole rounds to the last digit: what no order can show, unequal weights, kept memory and clients trained together."""
+"""Whole rounds to the last digit: what no order can show, such as unequal weights, memory, clients trained together."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from gradalign.algorithms import FedGA, Scaffold
-from gradalign.algorithms.plan import Algorithm, combine
+from gradalign.algorithms.plan import Algorithm
 from gradalign.client import LocalTraining
+from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
-from gradalign.server.federation import Federation, ServerState
-from gradalign.server.rounds import play_round
 from gradalign.tasks.task import Task
-from gradalign.theory.calculus import Calculus
 from gradalign.theory.check import Check, limit
-from gradalign.theory.problems import Problem
+from gradalign.theory.problems import Calculus, Problem
 
 STEPS = 3
 COPIES = 7
@@ -25,29 +23,24 @@ COPIES = 7
 _ROUNDING = 1e-11
 
 
-def _uneven(arena: Problem) -> Task | None:
+def _uneven(problem: Problem) -> Task | None:
     """Return a task of four clients with unequally many examples, None where batches are not tensors side by side."""
     clients = []
-    for place, client in enumerate(arena.clients[:4]):
-        examples = arena.task.client(client)
+    for place, client in enumerate(problem.clients[:4]):
+        examples = problem.task.client(client)
         batch = examples.batch(torch.arange(max(1, len(examples) * (place + 1) // 4)))
         if not isinstance(batch, tuple | list) or not all(isinstance(part, Tensor) for part in batch):
             return None
         clients.append(tuple(batch))
-    return replace(arena.task, clients=clients)
+    return replace(problem.task, clients=clients)
 
 
-def _by_library(arena: Problem, task: Task, algorithm: Algorithm, lr: float, rounds: int) -> Tensor:
+def _by_library(problem: Problem, task: Task, algorithm: Algorithm, lr: float, rounds: int) -> Tensor:
     """Return the server's point after some rounds with all clients, weighted by their examples."""
-    local, everyone = LocalTraining(lr=lr, steps=STEPS), len(task.clients)
-    federation = Federation(
-        task=task, algorithm=combine(algorithm), local=local, per_round=everyone, by_examples=True, seed=arena.seed
-    )
-    state = ServerState(point=arena.at(arena.x))
-    with InProcessEngine(task, local, arena.seed, clients_per_round=everyone) as engine:
-        for _ in range(rounds):
-            state, _ = play_round(federation, engine, state)
-    return state.point.x
+    local = LocalTraining(lr=lr, steps=STEPS)
+    setup = Setup(task=task, local=local, seed=problem.seed, clients_per_round=len(task.clients))
+    with InProcessEngine(setup) as engine:
+        return problem.play(task, engine, algorithm, problem.x, rounds=rounds, local=local, by_examples=True)
 
 
 def _walk(calculus: Calculus, start: Tensor, client: int, correction: Tensor, lr: float) -> Tensor:
@@ -79,27 +72,27 @@ def _scaffold(calculus: Calculus, x: Tensor, shares: Sequence[float], lr: float,
     return x
 
 
-def whole_rounds(arena: Problem) -> list[Check]:
+def whole_rounds(problem: Problem) -> list[Check]:
     """Check rounds with unequal weights, with memory and in cohorts against the same arithmetic by plain autograd."""
-    task = None if arena.quadratic else _uneven(arena)
+    task = None if problem.quadratic else _uneven(problem)
     if task is None:
         return []
-    lr = 0.2 * arena.unit
+    lr = 0.2 * problem.unit
     beta = 2.0 * lr
-    calculus, sizes = Calculus(task, arena.seed), [len(task.client(i)) for i in range(len(task.clients))]
+    calculus, sizes = Calculus(task, problem.seed), [len(task.client(i)) for i in range(len(task.clients))]
     shares = [size / sum(sizes) for size in sizes]
-    aligned, kept = _fedga(calculus, arena.x, shares, lr, beta), _scaffold(calculus, arena.x, shares, lr, 3)
+    aligned, kept = _fedga(calculus, problem.x, shares, lr, beta), _scaffold(calculus, problem.x, shares, lr, 3)
     copied = replace(task, clients=list(task.clients) * COPIES)
 
     def apart(found: Tensor, expected: Tensor) -> float:
-        return float((found - expected).norm() / (expected - arena.x).norm())
+        return float((found - expected).norm() / (expected - problem.x).norm())
 
-    once = apart(_by_library(arena, task, FedGA(beta=beta), lr, 1), aligned)
-    memory = apart(_by_library(arena, task, Scaffold(control="kept"), lr, 3), kept)
-    together = apart(_by_library(arena, copied, FedGA(beta=beta), lr, 1), aligned)
+    once = apart(_by_library(problem, task, FedGA(beta=beta), lr, 1), aligned)
+    memory = apart(_by_library(problem, task, Scaffold(control="kept"), lr, 3), kept)
+    together = apart(_by_library(problem, copied, FedGA(beta=beta), lr, 1), aligned)
     number = f"{len(copied.clients)} clients train together where the model allows it"
     return [
-        limit("12a", arena.name, "a round of FedGA weighted by examples", "relative gap", once, _ROUNDING),
-        limit("12b", arena.name, "three rounds of SCAFFOLD with memory", "relative gap", memory, _ROUNDING),
-        limit("12c", arena.name, "12a with every client seven times", "relative gap", together, _ROUNDING, number),
+        limit("12a", problem.name, "a round of FedGA weighted by examples", "relative gap", once, _ROUNDING),
+        limit("12b", problem.name, "three rounds of SCAFFOLD with memory", "relative gap", memory, _ROUNDING),
+        limit("12c", problem.name, "12a with every client seven times", "relative gap", together, _ROUNDING, number),
     ]

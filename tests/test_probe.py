@@ -12,16 +12,9 @@ from torch.func import functional_call
 
 from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
-from gradalign.server.alignment import (
-    Probe,
-    mean_gradient,
-    regulariser,
-    regulariser_gradient,
-    spread,
-    within_client,
-)
 from gradalign.server.measure import alignment_of
 from gradalign.tasks.task import Task
+from gradalign.theory.probe import Probe, mean_gradient, regulariser_gradient, spread, within_client
 from gradalign.theory.problems import mlp_task, quadratic_task
 
 WEIGHTS = (1.0, 2.0, 3.0)
@@ -58,7 +51,7 @@ def test_r_and_its_exact_gradient_agree_with_autograd(task):
     x = point.x.clone().requires_grad_()
     r = r_by_autograd(task, x, WEIGHTS)
     (slope,) = torch.autograd.grad(r, x)
-    assert regulariser(probe, point) == pytest.approx(float(r.detach()), rel=1e-12)
+    assert spread(probe, point).r == pytest.approx(float(r.detach()), rel=1e-12)
     torch.testing.assert_close(regulariser_gradient(probe, point), slope, rtol=1e-11, atol=1e-13)
 
 
@@ -71,7 +64,7 @@ def test_gradient_of_r_agrees_with_finite_differences_of_r(task):
         for sign in (1.0, -1.0):
             x = point.x.clone()
             x[place] += sign * h
-            ends.append(regulariser(probe, Point(x, point.floats, point.ints)))
+            ends.append(spread(probe, Point(x, point.floats, point.ints)).r)
         assert float(slope[place]) == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-6, abs=1e-8)
 
 
@@ -109,7 +102,7 @@ def test_a_loss_without_curvature_has_no_gradient_of_r():
     task = Task(model=model, clients=clients, loss=lambda outputs, _: outputs.mean())
     probe = Probe(task)
     assert float(regulariser_gradient(probe, probe.start()).norm()) == 0.0
-    assert regulariser(probe, probe.start()) == pytest.approx(0.5 * (1.0 + 1.5**2))
+    assert spread(probe, probe.start()).r == pytest.approx(0.5 * (1.0 + 1.5**2))
 
 
 def test_spread_by_hand():
