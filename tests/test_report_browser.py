@@ -114,7 +114,7 @@ def test_curves_are_there_with_the_right_numbers(browser, page):
     assert traces(browser, "drift")[0]["y"] == [3, 2, 1]
     assert drawn(browser, "r") == 2
     assert [trace["name"] for trace in traces(browser, "beta")] == ["fedga"], "FedAvg has no β"
-    assert browser.find_elements("css selector", ".holdings .heatmaplayer image")
+    assert browser.find_elements("css selector", ".classes .heatmaplayer image")
     buttons = browser.execute_script(
         "return [...document.querySelectorAll('.modebar-btn')].map((b) => b.dataset.title)"
     )

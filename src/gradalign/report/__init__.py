@@ -1,17 +1,25 @@
-"""The report page: what is in run folders, on one page that needs no network.
+"""The report page: what is in run folders, on one page that needs no network; and how to repeat it.
 
-``gather.py`` reads folders, ``experiments.py`` sorts runs, ``order.py`` and ``table.py`` compare, ``series.py`` makes
-the curves' numbers, ``page.py`` and ``sections.py`` the page, ``figures.py`` the pictures for a paper.
+``experiments`` sorts runs, ``statistics`` compares them, ``series`` has the curves' numbers, ``page`` makes the page,
+``figures`` every picture of runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from gradalign.runs.read import Gathered
+from gradalign.errors import GradalignError, shown_text
+from gradalign.recipes.trust import is_outside, task_name
+from gradalign.report.experiments import Experiment, Group, arrange, table_of
+from gradalign.runs import readable_name, write_whole
+from gradalign.runs.find import Skipped
+from gradalign.runs.read import Gathered, gather
+
+_TABLES = ("task", "algorithm", "server", "local", "clients", "measure")
 
 
 def write_report(
@@ -37,29 +45,7 @@ def write_report(
     Raises:
         GradalignError: There is no run to report.
     """
-    from gradalign.runs.read import gather
-
     return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
-
-
-def _set_aside(gathered: Gathered) -> None:
-    """Leave out, by name, each run that cannot be shown even by itself: one folder must not end the whole report."""
-    from gradalign.errors import GradalignError, shown_text
-    from gradalign.report.experiments import arrange
-    from gradalign.report.page import page_bytes
-    from gradalign.runs.find import Skipped
-
-    shown = []
-    for run in gathered.runs:
-        try:
-            page_bytes(arrange([run]), [])
-            shown.append(run)
-        except Exception as error:
-            reason = shown_text(f"it cannot be shown ({type(error).__name__}: {error})"[:200])
-            gathered.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
-    if not shown:
-        raise GradalignError(f"there is no run that can be reported; {gathered.skipped[-1]}")
-    gathered.runs = shown
 
 
 def report_gathered(
@@ -74,10 +60,7 @@ def report_gathered(
 
     A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
     """
-    from gradalign.errors import GradalignError
-    from gradalign.report.experiments import arrange
     from gradalign.report.page import page_bytes
-    from gradalign.runs import write_whole
 
     if not gathered.runs:
         raise GradalignError("there is no finished run to report; give a run's folder, a comparison's, or one above")
@@ -90,11 +73,130 @@ def report_gathered(
     except Exception:
         _set_aside(gathered)
         page = page_bytes(arrange(gathered.runs), gathered.skipped, title)
-    experiments = arrange(gathered.runs)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, page)
     if figures is not None:
         from gradalign.report.figures import write_figures
 
-        write_figures(experiments, figures, on_figure)
+        write_figures(arrange(gathered.runs), figures, on_figure)
     return output
+
+
+def _set_aside(gathered: Gathered) -> None:
+    """Leave out, by name, each run that cannot be shown even by itself: one folder must not end the whole report."""
+    from gradalign.report.page import page_bytes
+
+    shown = []
+    for run in gathered.runs:
+        try:
+            page_bytes(arrange([run]), [])
+            shown.append(run)
+        except Exception as error:
+            reason = shown_text(f"it cannot be shown ({type(error).__name__}: {error})"[:200])
+            gathered.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
+    if not shown:
+        raise GradalignError(f"there is no run that can be reported; {gathered.skipped[-1]}")
+    gathered.runs = shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """A recipe as TOML (None when the runs were not made from one), a name for its file, and the commands."""
+
+    recipe: str | None
+    file_name: str
+    commands: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    """The tasks that are not this package's: code that the recipe would run, for which no command is given."""
+
+
+def how_to_repeat(experiment: Experiment) -> Repeat:
+    """Return the recipe that gives these runs again, and the commands."""
+    import tomli_w
+
+    file_name = readable_name(experiment.name, "experiment") + ".toml"
+    recipe = _recipe(experiment)
+    if recipe is None:
+        return Repeat(recipe=None, file_name=file_name)
+    names = dict.fromkeys(shown_text(task_name(run.spec)) for run in experiment.runs)
+    outside = tuple(name for name in names if is_outside(name))
+    commands = () if outside else tuple(_commands(file_name, sorted({run.seed for run in experiment.runs})))
+    return Repeat(recipe=tomli_w.dumps(recipe), file_name=file_name, commands=commands, outside=outside)
+
+
+def _commands(file_name: str, seeds: Sequence[int]) -> list[str]:
+    command = f"gradalign compare {shlex.quote(file_name)}"
+    if list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return [f"{command} --seed {seeds[0]} --seeds {len(seeds)}"]
+    return [f"{command} --seed {seed} --seeds 1" for seed in seeds]
+
+
+def _recipe(experiment: Experiment) -> dict[str, Any] | None:
+    """Return a recipe whose entries have these groups' settings: what all share, and each one's own in [compare]."""
+    specs = [spec for group in experiment.groups if (spec := _checked(group)) is not None]
+    if len(specs) < len(experiment.groups):
+        return None
+    shared = _shared(specs)
+    names = _entry_names(experiment.groups)
+    settings = {}
+    for name, spec in zip(names, specs, strict=True):
+        own = _beyond(spec, shared)
+        settings[name] = own | {"algorithm": {"name": spec["algorithm"]["name"]} | own.get("algorithm", {})}
+    seeds = sorted({run.seed for run in experiment.runs})
+    return {
+        **{key: value for key, value in shared.items() if not isinstance(value, Mapping)},
+        "seed": seeds[0],
+        **{key: value for key, value in shared.items() if isinstance(value, Mapping) and value},
+        "compare": {"algorithms": names, "seeds": len(seeds), "settings": settings},
+    }
+
+
+def _checked(group: Group) -> dict[str, Any] | None:
+    """Return a group's settings when a recipe can have them; a run made from Python objects has others."""
+    from gradalign.recipes.spec import validate
+
+    spec = {key: value for key, value in group.runs[0].spec.items() if key != "seed"}
+    try:
+        validated = validate(spec, "the run").to_dict()
+    except (GradalignError, RecursionError):
+        return None
+    return {key: value for key, value in validated.items() if key in spec}
+
+
+def _entry_names(groups: Sequence[Group]) -> list[str]:
+    """Return names that differ also as folders: the algorithm's own where it is there once, else with a number."""
+    all_names = [group.name for group in groups]
+    numbered = [f"{name}-{1 + all_names[:place].count(name)}" for place, name in enumerate(all_names)]
+    return [name if all_names.count(name) == 1 else number for name, number in zip(all_names, numbered, strict=True)]
+
+
+def _shared(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that all have alike, tables looked into; the algorithm's are always its own.
+
+    So are schedules where the rounds are not alike: those of the recipe would follow an entry's rounds.
+    """
+    found: dict[str, Any] = {}
+    uneven = any(spec.get("rounds") != specs[0].get("rounds") for spec in specs)
+    for key, value in specs[0].items():
+        if key == "algorithm":
+            continue
+        if key in _TABLES and isinstance(value, Mapping):
+            tables = [table_of(spec.get(key)) for spec in specs]
+            alike = {name: one for name, one in value.items() if all(t.get(name) == one for t in tables)}
+            found[key] = {name: one for name, one in alike.items() if not (uneven and isinstance(one, Mapping))}
+        elif all(spec.get(key) == value for spec in specs):
+            found[key] = value
+    return found
+
+
+def _beyond(spec: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a spec has beyond the shared settings."""
+    own: dict[str, Any] = {}
+    for key, value in spec.items():
+        if isinstance(value, Mapping) and key in _TABLES:
+            rest = {name: one for name, one in value.items() if name not in shared.get(key, {})}
+            if rest:
+                own[key] = rest
+        elif key not in shared:
+            own[key] = value
+    return own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from gradalign.cli.streams import output_is_lost
-from gradalign.errors import GradalignError
-from gradalign.runs.untrusted import ABSURD, shown_text
+from gradalign.errors import GradalignError, shown_text
+from gradalign.runs.untrusted import ABSURD
 from gradalign.stopping import at_stake
-from gradalign.watch.followed import Followed
+from gradalign.watch import Followed, Watched
 from gradalign.watch.textplot import Curve, plot
-from gradalign.watch.watched import Watched
 
 # Blue, orange, green, magenta, amber, teal and grey of the 256: of a brightness that both dark and light screens show.
 COLOURS = tuple(f"color({number})" for number in (33, 166, 35, 170, 172, 37, 244))
@@ -68,9 +66,8 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
 
 
-def _latest(run: Followed, column: str) -> float | None:
-    values = (row.get(column) for row in reversed(run.rows))
-    return next((float(value) for value in values if isinstance(value, int | float)), None)
+def _values(run: Followed, column: str) -> list[float]:
+    return [float(row[column]) for row in run.rows if isinstance(row.get(column), int | float)]
 
 
 def _middle_cut(name: str, most: int) -> str:
@@ -80,22 +77,19 @@ def _middle_cut(name: str, most: int) -> str:
 
 def _best(run: Followed) -> float:
     """Return the best accuracy of a run, on whatever it was measured; below all others when it was not."""
-    names = ("test_accuracy", "validation_accuracy")
-    return max((row[name] for row in run.rows for name in names if row.get(name) is not None), default=-1.0)
+    return max([*_values(run, "test_accuracy"), *_values(run, "validation_accuracy")], default=-1.0)
 
 
 def _numbers(run: Followed) -> str:
     """Return the newest numbers of a run."""
     words = []
-    for kind in ("test", "validation"):
-        accuracy, loss = _latest(run, f"{kind}_accuracy"), _latest(run, f"{kind}_loss")
-        before = f"{kind} " if kind != "test" else ""
-        if accuracy is not None:
-            best = max(row[f"{kind}_accuracy"] for row in run.rows if row.get(f"{kind}_accuracy") is not None)
-            words.append(f"{before}accuracy {accuracy:.2%} (best {best:.2%})")
-        if loss is not None:
-            words.append(f"{before}loss {loss:.4g}")
-    words += [f"{name} {value:.3g}" for name in ("r", "drift") if (value := _latest(run, name)) is not None]
+    for kind, before in (("test", ""), ("validation", "validation ")):
+        accuracies, losses = _values(run, f"{kind}_accuracy"), _values(run, f"{kind}_loss")
+        if accuracies:
+            words.append(f"{before}accuracy {accuracies[-1]:.2%} (best {max(accuracies):.2%})")
+        if losses:
+            words.append(f"{before}loss {losses[-1]:.4g}")
+    words += [f"{name} {values[-1]:.3g}" for name in ("r", "drift") if (values := _values(run, name))]
     return ", ".join(words)
 
 
@@ -192,53 +186,46 @@ class Frame:
         return lines
 
     def _plots(self, styles: dict[str, str], width: int, height: int, braille: bool) -> list[Text]:
-        panels = [panel for panel in _PANELS if any(_latest(run, panel[0]) is not None for run in self.watched.runs)]
+        panels = [panel for panel in _PANELS if any(_values(run, panel[0]) for run in self.watched.runs)]
         panels = panels or [_PANELS[0]]
         columns = 2 if width >= 100 and len(panels) > 1 else 1
         panels = panels[: max(1, height // _LOWEST) * columns][: 4 if columns == 2 else 3]
         rows = -(-len(panels) // columns)
         each, across = max(height // rows, 4), width // columns - (columns - 1)
+        rounds = max(run.rounds for run in self.watched.runs)
         lines: list[Text] = []
         for start in range(0, len(panels), columns):
-            drawn = [self._plot(panel, styles, across, each, braille) for panel in panels[start : start + columns]]
+            drawn = [
+                plot(
+                    f"{title}, by round",
+                    [Curve(_points(run, column), styles[run.group]) for run in self.watched.runs],
+                    width=across,
+                    height=each,
+                    x_end=rounds,
+                    log=column in _LOG,
+                    percent=column.endswith("accuracy"),
+                    braille=braille,
+                )
+                for column, title in panels[start : start + columns]
+            ]
             lines += [_beside(parts, across) for parts in zip(*drawn, strict=True)]
         return lines
 
-    def _plot(
-        self, panel: tuple[str, str], styles: dict[str, str], width: int, height: int, braille: bool
-    ) -> list[Text]:
-        column, title = panel
-        curves = [Curve(list(_points(run, column)), styles[run.group]) for run in self.watched.runs]
-        return plot(
-            f"{title}, by round",
-            curves,
-            width=width,
-            height=height,
-            x_end=max(run.rounds for run in self.watched.runs),
-            log=column in _LOG,
-            percent=column.endswith("accuracy"),
-            braille=braille,
-        )
 
-
-def _points(run: Followed, column: str) -> Iterator[tuple[float, float]]:
-    for row in run.rows:
-        value = row.get(column)
-        if isinstance(value, int | float) and abs(value) < ABSURD:
-            yield float(row["round"]), float(value)
+def _points(run: Followed, column: str) -> list[tuple[float, float]]:
+    known = [(row["round"], row.get(column)) for row in run.rows]
+    return [(float(x), float(y)) for x, y in known if isinstance(y, int | float) and abs(y) < ABSURD]
 
 
 def _beside(parts: Sequence[Text], width: int) -> Text:
-    line = Text()
-    for number, part in enumerate(parts):
-        if number:
-            line.append("  ")
+    line = parts[0].copy()
+    for part in parts[1:]:
+        line.append(" " * max(0, width - line.cell_len) + "  ")
         line += part
-        line.append(" " * max(0, width - part.cell_len))
     return line
 
 
-class Patience:
+class IdleTimeout:
     """Knows when nothing has happened for longer than the user wants to wait."""
 
     def __init__(self, timeout: float | None) -> None:
@@ -262,16 +249,28 @@ def watch_once(folder: Path, console: Console) -> None:
     console.print(Frame(watched, full_height=console.is_terminal), soft_wrap=not console.is_terminal)
 
 
-def watch(folder: Path, console: Console, *, interval: float, timeout: float | None) -> None:
-    """Show frames until every run has ended; raise at the end when one of them failed."""
-    watched = Watched(folder)
-    patience = Patience(timeout)
+def _output_is_lost() -> bool:
+    from gradalign.cli.streams import output_is_lost
+
+    return output_is_lost()
+
+
+def watch(
+    folder: Path,
+    console: Console,
+    *,
+    interval: float,
+    timeout: float | None,
+    output_is_lost: Callable[[], bool] = _output_is_lost,
+) -> None:
+    """Show frames until every run has ended or nobody reads them; raise at the end when one of the runs failed."""
+    watched, idle = Watched(folder), IdleTimeout(timeout)
     watched.poll()
     try:
         with at_stake(), Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
             while not watched.ended and not output_is_lost():
                 live.refresh()
-                patience.look(watched)
+                idle.look(watched)
                 time.sleep(interval)
                 watched.poll()
     finally:
