@@ -181,6 +181,7 @@ def tab_to(browser, script: str) -> None:
 
 def test_everything_works_by_keyboard(browser, page):
     from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import WebDriverWait
 
     show(browser, page)
     press(browser, Keys.TAB)
@@ -204,7 +205,9 @@ def test_everything_works_by_keyboard(browser, page):
     assert len(traces(browser, "choice")) == 1
     tab_to(browser, "e.tagName === 'SUMMARY'")
     press(browser, Keys.ENTER)
-    rows = browser.find_elements("css selector", "[data-figure=choice] details table tbody tr")
+    # The browser tells the page of an opened element a moment later.
+    table = "[data-figure=choice] details table tbody tr"
+    rows = WebDriverWait(browser, 60).until(lambda shown: shown.find_elements("css selector", table))
     assert [row.text.split() for row in rows][1] == ["fedga", "1", "20", "1", "1", "1"]
     nothing_went_wrong(browser)
 

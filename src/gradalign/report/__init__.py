@@ -14,12 +14,13 @@ from typing import Any
 
 from gradalign.errors import GradalignError, shown_text
 from gradalign.recipes.trust import is_outside, task_name
-from gradalign.report.experiments import Experiment, Group, arrange, table_of
+from gradalign.report.experiments import Experiment, Group, arrange
 from gradalign.runs import readable_name, write_whole
 from gradalign.runs.find import Skipped
 from gradalign.runs.read import Gathered, gather
 
 _TABLES = ("task", "algorithm", "server", "local", "clients", "measure")
+Settings = dict[tuple[str, str | None], Any]
 
 
 def write_report(
@@ -30,17 +31,14 @@ def write_report(
     figures: Path | None = None,
     unfinished: bool = False,
 ) -> Path:
-    """Write one self-contained page about all runs in and below the folders; an old page is replaced at once.
+    """Write one self-contained page about all runs in and below the folders, and return its path.
 
     Args:
         folders: Run folders, comparisons, sweeps, or folders above them.
-        output: Where the page goes; its folder is made when it is missing.
+        output: Where the page goes: its folder is made when it is missing, an old page is replaced at once.
         title: The page's title (default: the experiments' names).
         figures: A folder to write the same figures to, as PDF and PNG.
         unfinished: Show runs that have not finished, too.
-
-    Returns:
-        The page's path.
 
     Raises:
         GradalignError: There is no run to report.
@@ -136,19 +134,16 @@ def _recipe(experiment: Experiment) -> dict[str, Any] | None:
     specs = [spec for group in experiment.groups if (spec := _checked(group)) is not None]
     if len(specs) < len(experiment.groups):
         return None
-    shared = _shared(specs)
+    entries = [_settings(spec) for spec in specs]
+    shared = _shared(entries)
     names = _entry_names(experiment.groups)
     settings = {}
-    for name, spec in zip(names, specs, strict=True):
-        own = _beyond(spec, shared)
-        settings[name] = own | {"algorithm": {"name": spec["algorithm"]["name"]} | own.get("algorithm", {})}
+    for name, spec, own in zip(names, specs, entries, strict=True):
+        beyond = _as_tables({place: value for place, value in own.items() if place not in shared})
+        settings[name] = beyond | {"algorithm": {"name": spec["algorithm"]["name"]} | beyond.get("algorithm", {})}
     seeds = sorted({run.seed for run in experiment.runs})
-    return {
-        **{key: value for key, value in shared.items() if not isinstance(value, Mapping)},
-        "seed": seeds[0],
-        **{key: value for key, value in shared.items() if isinstance(value, Mapping) and value},
-        "compare": {"algorithms": names, "seeds": len(seeds), "settings": settings},
-    }
+    compare = {"algorithms": names, "seeds": len(seeds), "settings": settings}
+    return _as_tables(shared) | {"seed": seeds[0], "compare": compare}
 
 
 def _checked(group: Group) -> dict[str, Any] | None:
@@ -170,33 +165,35 @@ def _entry_names(groups: Sequence[Group]) -> list[str]:
     return [name if all_names.count(name) == 1 else number for name, number in zip(all_names, numbered, strict=True)]
 
 
-def _shared(specs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings that all have alike, tables looked into; the algorithm's are always its own.
+def _settings(spec: Mapping[str, Any]) -> Settings:
+    """Return a spec by table and name; what stands in no table, and what is compared as a whole, has no name."""
+    return {
+        (table, name): value
+        for table, values in spec.items()
+        for name, value in (values if table in _TABLES and isinstance(values, Mapping) else {None: values}).items()
+    }
+
+
+def _as_tables(settings: Settings) -> dict[str, Any]:
+    spec: dict[str, Any] = {}
+    for (table, name), value in settings.items():
+        if name is not None:
+            spec.setdefault(table, {})[name] = value
+        else:
+            spec[table] = value
+    return spec
+
+
+def _shared(entries: Sequence[Settings]) -> Settings:
+    """Return the settings that all have alike; the algorithm's are always its own.
 
     So are schedules where the rounds are not alike: those of the recipe would follow an entry's rounds.
     """
-    found: dict[str, Any] = {}
-    uneven = any(spec.get("rounds") != specs[0].get("rounds") for spec in specs)
-    for key, value in specs[0].items():
-        if key == "algorithm":
-            continue
-        if key in _TABLES and isinstance(value, Mapping):
-            tables = [table_of(spec.get(key)) for spec in specs]
-            alike = {name: one for name, one in value.items() if all(t.get(name) == one for t in tables)}
-            found[key] = {name: one for name, one in alike.items() if not (uneven and isinstance(one, Mapping))}
-        elif all(spec.get(key) == value for spec in specs):
-            found[key] = value
-    return found
-
-
-def _beyond(spec: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a spec has beyond the shared settings."""
-    own: dict[str, Any] = {}
-    for key, value in spec.items():
-        if isinstance(value, Mapping) and key in _TABLES:
-            rest = {name: one for name, one in value.items() if name not in shared.get(key, {})}
-            if rest:
-                own[key] = rest
-        elif key not in shared:
-            own[key] = value
-    return own
+    uneven = any(entry.get(("rounds", None)) != entries[0].get(("rounds", None)) for entry in entries)
+    return {
+        (table, name): value
+        for (table, name), value in entries[0].items()
+        if table != "algorithm"
+        and all(entry.get((table, name)) == value for entry in entries)
+        and not (uneven and name is not None and isinstance(value, Mapping))
+    }

@@ -28,24 +28,6 @@ from gradalign.report.series import Series, measured
 from gradalign.runs.find import Skipped
 
 _COLOURS = 8  # of the page; further groups have them again with other line styles
-_MOST_LINES = 15  # of a table that stands open
-_SHORT_NAME = 28  # letters of a name that still fit into one line
-_CONSTANTS = {
-    "version": __version__,
-    "colours": _COLOURS,
-    "most_lines": _MOST_LINES,
-    "short_name": _SHORT_NAME,
-    "most_shown": series.MOST_SHOWN,
-    "most_unsorted": statistics.MOST_UNSORTED,
-    "axes": {key: label.split(",")[0] for key, label in series.AXES.items()},
-}
-_DARK = """
-  color-scheme: dark;
-  --ground: #14171b; --panel: #1f242a; --ink: #e8eaed; --soft: #a3acb5; --line: #3a424b; --grid: #2a3037;
-  --accent: #79b8ff; --on-accent: #10151b; --good: #7ee787; --bad: #ff9492;
-  --c0: #58a6e0; --c1: #ff8a4c; --c2: #2fc79a; --c3: #e39ac6;
-  --c4: #f0b53a; --c5: #a5d8ff; --c6: #f0f0f0; --c7: #9aa0a6;
-"""
 
 
 def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], title: str | None = None) -> bytes:
@@ -55,10 +37,13 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
     library, script = _inert(get_plotlyjs()), _own("page.js")
     drawn = [series.series_of(experiment) for experiment in experiments]
     page = _template().render(
-        _CONSTANTS,
+        version=__version__,
+        colours=_COLOURS,
+        most_shown=series.MOST_SHOWN,
+        most_unsorted=statistics.MOST_UNSORTED,
+        axes={key: label.split(",")[0] for key, label in series.AXES.items()},
         heading=title or _heading(experiments),
-        policy=f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'",
+        policy=_policy(library, script),
         style=_style(),
         sections=[_section(one, curves) for one, curves in zip(experiments, drawn, strict=True)],
         skipped=skipped,
@@ -93,13 +78,19 @@ def _inert(script: str) -> str:
 
 
 def _style() -> str:
-    dark = f"@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{{_DARK}}} }}"
-    return _own("page.css").replace("/*DARK*/", f"{dark}\n:root[data-theme=dark] {{{_DARK}}}")
+    style = _own("page.css")
+    dark = style.partition(":root[data-theme=dark]")[2].partition("}")[0]
+    return f"{style}\n@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {dark}}} }}"
 
 
-def _hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+def _policy(*scripts: str) -> str:
+    """Let the browser run these scripts and load nothing."""
+    digests = [hashlib.sha256(script.encode("utf-8")).digest() for script in scripts]
+    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    return (
+        f"default-src 'none'; script-src {' '.join(hashes)}; "
+        "style-src 'unsafe-inline'; img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _heading(experiments: Sequence[Experiment]) -> str:

@@ -118,13 +118,13 @@ def verdict(ours: Difference | None, paper: float) -> Verdict:
 
 def overall(verdicts: Sequence[Verdict]) -> str:
     """Say of all pairs together whether the order is the paper's."""
-    words = {
+    words: dict[Verdict, str] = {
         "agrees": "agrees in",
         "disagrees": "disagrees in",
         "undecided": "is within the seeds' spread in",
         "cannot tell": "cannot be told in",
     }
-    counts = {word: count for word in words if (count := list(verdicts).count(word))}  # type: ignore[arg-type]
+    counts = {word: count for word in words if (count := verdicts.count(word))}
     total = sum(counts.values())
     if total == 0:
         return "There is no pair to compare with the paper."
