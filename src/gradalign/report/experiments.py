@@ -38,7 +38,6 @@ class Group:
 
     @property
     def complete(self) -> list[Run]:
-        """The runs that reached their last round."""
         return [run for run in self.runs if run.state == "complete"]
 
     @property
@@ -70,7 +69,6 @@ class Experiment:
 
     @property
     def runs(self) -> list[Run]:
-        """All its runs."""
         return [run for group in self.groups for run in group.runs]
 
     def paper_text(self, key: str) -> str | None:

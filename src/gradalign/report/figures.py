@@ -14,18 +14,9 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from gradalign.errors import shown_text
+from gradalign.report import series
 from gradalign.report.experiments import Experiment, divisions
-from gradalign.report.series import (
-    AXES,
-    IN_COMPARISONS,
-    QUANTITIES,
-    Curve,
-    Quantity,
-    curves_of,
-    mean_curve,
-    measured,
-    shown_groups,
-)
+from gradalign.report.series import Curve, Quantity, mean_curve, measured
 from gradalign.runs import readable_name, write_atomically
 
 if TYPE_CHECKING:
@@ -61,9 +52,9 @@ def tidy(axes: Axes, x_label: str = "", y_label: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure: Figure, path: Path, dpi: int = 150) -> None:
-    """Write a picture at once or not at all; the name's ending says whether as PNG or PDF."""
-    write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=dpi))
+def save(figure: Figure, path: Path, kind: str = "png", dpi: int = 150) -> None:
+    """Write a picture at once or not at all, as a PNG or PDF whatever the file is called."""
+    write_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=dpi))
 
 
 def write_figures(
@@ -79,7 +70,7 @@ def write_figures(
                 figure.set_layout_engine("none")  # laid out once, not again for every format
                 for suffix in ("pdf", "png"):
                     written.append(folder / f"{prefix}-{name}.{suffix}")
-                    save(figure, written[-1], dpi=200)
+                    save(figure, written[-1], suffix, dpi=200)
                     if on_file is not None:
                         on_file(written[-1])
     return written
@@ -96,9 +87,9 @@ def _prefixes(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _figures(experiment: Experiment) -> Iterator[tuple[str, Figure]]:
-    for quantity in QUANTITIES:
-        curves = curves_of(experiment, quantity)
-        for axis in AXES:
+    for quantity in series.QUANTITIES:
+        curves = series.curves_of(experiment, quantity)
+        for axis in series.AXES:
             if _known(curves, axis):
                 yield f"{quantity.key}-over-{axis}", curve_figure(experiment, quantity, curves, axis)
     for counts in list(divisions(experiment).values())[:1]:
@@ -119,7 +110,9 @@ def curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[Cu
     """Draw one quantity over one axis."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
-    drawn = {n: _draw_curve(axes, curves[n], axis, n, stepped=quantity.stepped) for n in shown_groups(experiment)}
+    drawn = {
+        n: _draw_curve(axes, curves[n], axis, n, stepped=quantity.stepped) for n in series.shown_groups(experiment)
+    }
     _label(axes, quantity, curves, axis)
     _legend(figure, [(line, experiment.groups[n].label) for n, line in drawn.items() if line is not None], 4)
     return figure
@@ -160,7 +153,7 @@ def _label(axes: Axes, quantity: Quantity, curves: Sequence[Curve], axis: str) -
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     if axis == "bytes":
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes(value)))
-    tidy(axes, AXES[axis], quantity.label)
+    tidy(axes, series.AXES[axis], quantity.label)
 
 
 def _bytes(value: float) -> str:
@@ -198,7 +191,7 @@ def draw_comparison(
     """
     drawn = {key: [mean_curve(seeds, key) for seeds in runs.values()] for key in curves}
     panels = [
-        (IN_COMPARISONS[key], axis)
+        (series.IN_COMPARISONS[key], axis)
         for key in [key for key in curves if measured(drawn[key])] or curves
         for axis in (("communication_rounds", "local_updates") if key in _SCORES else ("communication_rounds",))
     ]
