@@ -14,7 +14,6 @@ from rich.live import Live
 from rich.text import Text
 
 from gradalign.errors import GradalignError, shown_text
-from gradalign.runs.untrusted import ABSURD
 from gradalign.stopping import at_stake
 from gradalign.watch import Followed, Watched
 from gradalign.watch.textplot import Curve, plot
@@ -31,14 +30,14 @@ _PANELS = (
     ("train_loss", "training loss"),
 )
 _LOG = ("test_loss", "validation_loss", "train_loss", "r", "drift")
-_RECENT = 20
-_LOWEST = 7
-"""Rows that a plot needs to be of use."""
+_STATES = {"running": "green", "complete": "bold green", "failed": "bold red", "stopped": "bold red"}
+_RECENT = 20  # rounds from which the pace is told
+_LOWEST = 7  # rows that a plot needs to be of use
 
 
 def seconds_per_round(rows: Sequence[dict[str, Any]]) -> float | None:
     """Return how long a round takes, from the latest ones."""
-    recent = [row for row in rows[-_RECENT - 1 :] if isinstance(row.get("seconds"), int | float)]
+    recent = [row for row in rows[-_RECENT - 1 :] if row.get("seconds") is not None]
     if len(recent) < 2 or recent[-1]["seconds"] <= recent[0]["seconds"]:
         return None
     return float((recent[-1]["seconds"] - recent[0]["seconds"]) / (recent[-1]["round"] - recent[0]["round"]))
@@ -66,8 +65,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
 
 
+def _points(run: Followed, column: str) -> list[tuple[float, float]]:
+    return [(row["round"], row[column]) for row in run.rows if row.get(column) is not None]
+
+
 def _values(run: Followed, column: str) -> list[float]:
-    return [float(row[column]) for row in run.rows if isinstance(row.get(column), int | float)]
+    return [value for _, value in _points(run, column)]
 
 
 def _middle_cut(name: str, most: int) -> str:
@@ -101,9 +104,6 @@ def _progress(run: Followed) -> str:
     if pace is not None and run.state in ("running", "starting"):
         words += f", {1 / pace:.3g} rounds/s" if pace < 1 else f", {pace:.3g} s a round"
     return words
-
-
-_STATES = {"running": "green", "complete": "bold green", "failed": "bold red", "stopped": "bold red"}
 
 
 @dataclass
@@ -192,29 +192,26 @@ class Frame:
         panels = panels[: max(1, height // _LOWEST) * columns][: 4 if columns == 2 else 3]
         rows = -(-len(panels) // columns)
         each, across = max(height // rows, 4), width // columns - (columns - 1)
-        rounds = max(run.rounds for run in self.watched.runs)
         lines: list[Text] = []
         for start in range(0, len(panels), columns):
-            drawn = [
-                plot(
-                    f"{title}, by round",
-                    [Curve(_points(run, column), styles[run.group]) for run in self.watched.runs],
-                    width=across,
-                    height=each,
-                    x_end=rounds,
-                    log=column in _LOG,
-                    percent=column.endswith("accuracy"),
-                    braille=braille,
-                )
-                for column, title in panels[start : start + columns]
-            ]
+            drawn = [self._plot(panel, styles, across, each, braille) for panel in panels[start : start + columns]]
             lines += [_beside(parts, across) for parts in zip(*drawn, strict=True)]
         return lines
 
-
-def _points(run: Followed, column: str) -> list[tuple[float, float]]:
-    known = [(row["round"], row.get(column)) for row in run.rows]
-    return [(float(x), float(y)) for x, y in known if isinstance(y, int | float) and abs(y) < ABSURD]
+    def _plot(
+        self, panel: tuple[str, str], styles: dict[str, str], width: int, height: int, braille: bool
+    ) -> list[Text]:
+        column, title = panel
+        return plot(
+            f"{title}, by round",
+            [Curve(_points(run, column), styles[run.group]) for run in self.watched.runs],
+            width=width,
+            height=height,
+            x_end=max(run.rounds for run in self.watched.runs),
+            log=column in _LOG,
+            percent=column.endswith("accuracy"),
+            braille=braille,
+        )
 
 
 def _beside(parts: Sequence[Text], width: int) -> Text:
