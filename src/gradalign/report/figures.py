@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from gradalign.errors import shown_text
 from gradalign.report import series
@@ -27,20 +26,15 @@ if TYPE_CHECKING:
     from gradalign.tasks.class_counts import ClassCounts
     from gradalign.tasks.task import Task
 
+STYLE: dict[Any, Any] = {"text.parse_math": False, "pdf.fonttype": 42, "font.size": 9}
+"""Of all pictures: a dollar sign in a name is a dollar sign, and letters stay letters in a PDF."""
 # Okabe & Ito's palette: told apart by colour-blind readers too; line styles help in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-STYLES = ("-", "--", "-.", ":")
+DASHES = ("-", "--", "-.", ":")
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 _SIZE = (5.5, 3.6)  # inches: a column of a paper, with labels that stay readable
 _SAMPLED_CLIENTS, _SAMPLES = 10, 3
 _SCORES = ("test_accuracy", "validation_accuracy")
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Draw in the one style of all pictures: a dollar sign in a name is one, and letters stay letters in a PDF."""
-    with matplotlib.rc_context({"text.parse_math": False, "pdf.fonttype": 42, "font.size": 9}):
-        yield
 
 
 def tidy(axes: Axes, x_label: str = "", y_label: str = "") -> None:
@@ -63,7 +57,7 @@ def write_figures(
     """Write every curve over every axis, and the classes per client, as PDF and PNG; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    with style():
+    with matplotlib.rc_context(STYLE):
         for prefix, experiment in zip(_prefixes(experiments), experiments, strict=True):
             for name, figure in _figures(experiment):
                 figure.draw_without_rendering()
@@ -120,7 +114,7 @@ def curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[Cu
 
 def _draw_curve(axes: Axes, curve: Curve, axis: str, number: int, *, stepped: bool) -> Line2D | None:
     """Draw one group: its mean and its band, and by itself every run that ended early."""
-    colour, dashes = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+    colour, dashes = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
     steps = "steps-post" if stepped else "default"
     drawn: Line2D | None = None
     for line in curve.lines:
@@ -152,16 +146,8 @@ def _label(axes: Axes, quantity: Quantity, curves: Sequence[Curve], axis: str) -
     if quantity.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     if axis == "bytes":
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes(value)))
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     tidy(axes, series.AXES[axis], quantity.label)
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def _legend(figure: Figure, entries: Sequence[tuple[Line2D, str]], most: int) -> None:
@@ -182,12 +168,8 @@ def draw_comparison(
 ) -> None:
     """Draw a comparison's curves, accuracies also over local updates, and write the PNG.
 
-    Args:
-        path: The picture.
-        title: Stands above it.
-        runs: The rows of every seed's metrics, by the algorithm's name.
-        curves: The columns to draw; those that nobody measured are left out.
-        target: An accuracy to mark.
+    ``runs`` has the rows of every seed's metrics by the algorithm's name, ``curves`` the columns to draw (those that
+    nobody measured are left out), ``target`` is an accuracy to mark.
     """
     drawn = {key: [mean_curve(seeds, key) for seeds in runs.values()] for key in curves}
     panels = [
@@ -196,7 +178,7 @@ def draw_comparison(
         for axis in (("communication_rounds", "local_updates") if key in _SCORES else ("communication_rounds",))
     ]
     height = (len(panels) + 1) // 2
-    with style():
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 3.75 * height), layout="constrained")
         grid = figure.subplots(height, 2, squeeze=False).ravel()
         lines: dict[str, Line2D | None] = {}
@@ -218,7 +200,7 @@ def draw_class_counts(path: Path, task: Task, counts: ClassCounts) -> None:
     clients: Any = task.clients
     has_images = hasattr(clients, "tensors") and clients.tensors[0].ndim == 4
     facts = ", ".join(str(task.facts[key]) for key in ("partition", "kept") if key in task.facts)
-    with style():
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 9.5 if has_images else 7.5), layout="constrained")
         bottom: FigureBase = figure
         if has_images:

@@ -206,10 +206,8 @@ def _classes(experiment: Experiment) -> dict[str, Any] | None:
     sizes = [(sum(row), sum(count > 0 for count in row)) for row in counts.counts]
     examples, classes = (_range(column) for column in zip(*sizes, strict=True))
     words = f"{counts.clients:,} clients have {examples} examples and {classes} of {len(counts.names)} classes each"
-    if len(sizes) < counts.clients:
-        words = f"{words} ({seeds}). The first {len(sizes):,} of {counts.clients:,} are shown."
-    else:
-        words = f"{words} ({seeds})."
+    few = f" The first {len(sizes):,} of {counts.clients:,} are shown." if len(sizes) < counts.clients else ""
+    words = f"{words} ({seeds}).{few}"
     return {"words": words, "divisions": {str(i): name for i, name in enumerate(found)}, "sizes": sizes}
 
 
