@@ -244,6 +244,16 @@ def test_a_sweeps_search_stands_by_itself_on_validation_data(tmp_path):
     assert page["experiments"][1]["curves"]["validation_accuracy"][1]["mean"] == [0, 0.1875, 0.375, 0.5625, 0.75]
 
 
+def test_entries_that_divide_the_data_differently_are_both_shown(tmp_path):
+    folder = write_comparison(tmp_path / "c", {"fedga": [0.8], "fedavg": [0.7]})
+    for entry, counts in (("fedga", [[20, 0], [0, 20]]), ("fedavg", [[10, 10], [10, 10]])):
+        held = {"names": ["a", "b"], "counts": counts, "clients": 2}
+        (folder / entry / "seed0/holdings.json").write_text(json.dumps(held))
+    page = write_report([folder], tmp_path / "r.html")
+    assert [one["counts"][0] for one in data_of(page)["experiments"][0]["class_counts"]] == [[20, 0], [10, 10]]
+    assert page.read_text().count('data-state="division"') == 2
+
+
 @pytest.mark.parametrize("lr", [0.1, {"kind": "cosine", "value": 0.1, "rounds": 4}])
 def test_the_recipe_on_the_page_gives_the_same_settings_again(tmp_path, lr):
     folder = tmp_path / "c"

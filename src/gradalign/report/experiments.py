@@ -94,8 +94,8 @@ def settings_of(run: Run) -> dict[str, Any]:
     return dict(_flatten({key: value for key, value in run.spec.items() if key not in _NOT_SETTINGS}))
 
 
-def divisions(experiment: Experiment) -> dict[str, HeldClassCounts]:
-    """Return the first few different divisions of the data among clients, by the seeds that have them."""
+def divisions(experiment: Experiment) -> list[tuple[str, HeldClassCounts]]:
+    """Return the first few different divisions of the data among clients, with the seeds that have them."""
     found: list[tuple[set[int], HeldClassCounts]] = []
     for run in experiment.runs:
         same = next((seeds for seeds, counts in found if counts == run.held), None)
@@ -103,7 +103,7 @@ def divisions(experiment: Experiment) -> dict[str, HeldClassCounts]:
             same.add(run.seed)
         elif run.held is not None and len(found) < _MOST_DIVISIONS:
             found.append(({run.seed}, run.held))
-    return {f"seed {', '.join(map(str, sorted(seeds)))}": counts for seeds, counts in found}
+    return [(f"seed {', '.join(map(str, sorted(seeds)))}", counts) for seeds, counts in found]
 
 
 def _experiment(runs: Sequence[Run]) -> Experiment:

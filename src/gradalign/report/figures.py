@@ -86,7 +86,7 @@ def _figures(experiment: Experiment) -> Iterator[tuple[str, Figure]]:
         for axis in series.AXES:
             if _known(curves, axis):
                 yield f"{quantity.key}-over-{axis}", curve_figure(experiment, quantity, curves, axis)
-    for counts in list(divisions(experiment).values())[:1]:
+    for _, counts in divisions(experiment)[:1]:
         figure = Figure(figsize=_SIZE, layout="constrained")
         axes = figure.subplots()
         mesh = _draw_counts(axes, np.array(counts.counts), counts.names if len(counts.names) <= 30 else ())

@@ -124,7 +124,7 @@ def _experiment_data(experiment: Experiment, curves: Series) -> dict[str, Any]:
         "best": series.best_groups(experiment),
         "shown": series.shown_groups(experiment),
         "curves": {key: [asdict(curve) for curve in group_curves] for key, group_curves in curves.items()},
-        "class_counts": [asdict(counts) for counts in divisions(experiment).values()],
+        "class_counts": [asdict(counts) for _, counts in divisions(experiment)],
     }
 
 
@@ -160,14 +160,13 @@ def _facts(experiment: Experiment) -> dict[str, str]:
     asked = table_of(experiment.runs[0].spec.get("task"))
     task: Mapping[str, Any] = next((s["task"] for s in summaries if isinstance(s.get("task"), Mapping)), asked)
     data = [f"{shown_text(key).replace('_', ' ')} {_fact(key, task[key])}" for key in task if key != "name"]
-    versions = (", ".join(f"{n} {shown_value(v)}" for n, v in table_of(s.get("versions")).items()) for s in summaries)
     paper = ": ".join(filter(None, (experiment.paper_text("source"), experiment.paper_text("claim"))))
     return {
         "task": shown_value(task.get("name") or asked.get("name") or "not named"),
         "data": ", ".join(data) or "not described",
         "scale": _distinct(s.get("scale") for s in summaries) or "as the recipe has it",
         "seeds": ", ".join(map(str, sorted({run.seed for run in experiment.runs}))),
-        "versions": _distinct(versions) or "unknown",
+        "versions": _distinct(_words(table_of(s.get("versions"))) for s in summaries) or "unknown",
     } | ({"paper": paper} if paper else {})
 
 
@@ -176,6 +175,10 @@ def _fact(key: str, value: Any) -> str:
         least, median, most = map(shown_value, value)
         return f"{least} to {most} (median {median})"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown_value(value)
+
+
+def _words(table: Mapping[str, Any]) -> str:
+    return ", ".join(f"{shown_value(name)} {shown_value(value)}" for name, value in table.items())
 
 
 def _distinct(values: Iterable[Any]) -> str:
@@ -202,13 +205,13 @@ def _classes(experiment: Experiment) -> dict[str, Any] | None:
     found = divisions(experiment)
     if not found:
         return None
-    seeds, counts = next(iter(found.items()))
+    seeds, counts = found[0]
     sizes = [(sum(row), sum(count > 0 for count in row)) for row in counts.counts]
     examples, classes = (_range(column) for column in zip(*sizes, strict=True))
     words = f"{counts.clients:,} clients have {examples} examples and {classes} of {len(counts.names)} classes each"
     few = f" The first {len(sizes):,} of {counts.clients:,} are shown." if len(sizes) < counts.clients else ""
     words = f"{words} ({seeds}).{few}"
-    return {"words": words, "divisions": {str(i): name for i, name in enumerate(found)}, "sizes": sizes}
+    return {"words": words, "divisions": {str(i): name for i, (name, _) in enumerate(found)}, "sizes": sizes}
 
 
 def _range(values: Sequence[int]) -> str:
