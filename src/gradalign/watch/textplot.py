@@ -1,7 +1,7 @@
 """Curves as text: eight dots a character (braille), axes with round numbers, one colour per curve.
 
-Written here because plotext, the library for this, has no round numbers on its axes and no ASCII frame: with both added
-around it, more code would remain than this.
+A library (plotext) would draw the dots, but its ticks are no round numbers, its frame is not ASCII, and its interface
+has changed as a whole with version 6.
 """
 
 from __future__ import annotations
