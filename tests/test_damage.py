@@ -395,18 +395,19 @@ def test_one_bad_folder_never_ends_the_report(tmp_path):
 
 
 def test_a_run_that_only_drawing_finds_odd_is_named_and_left_out(tmp_path, monkeypatch, capsys):
-    from gradalign.report import report_gathered, sections
+    from gradalign.report import page as pages
+    from gradalign.report import report_gathered
 
     write_run(tmp_path / "good", spec_of(seed=1))
     write_run(tmp_path / "odd", spec_of(name="odd"))
-    facts = sections._facts
+    facts = pages._facts
 
     def fail_on_odd(experiment):
         if experiment.name == "odd":
             raise OverflowError("int too large\x1b[2J")
         return facts(experiment)
 
-    monkeypatch.setattr(sections, "_facts", fail_on_odd)
+    monkeypatch.setattr(pages, "_facts", fail_on_odd)
     gathered = gather([tmp_path])
     page = report_gathered(gathered, tmp_path / "r.html").read_text()
     (line,) = gathered.skipped

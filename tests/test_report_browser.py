@@ -114,7 +114,7 @@ def test_curves_are_there_with_the_right_numbers(browser, page):
     assert traces(browser, "drift")[0]["y"] == [3, 2, 1]
     assert drawn(browser, "r") == 2
     assert [trace["name"] for trace in traces(browser, "beta")] == ["fedga"], "FedAvg has no β"
-    assert browser.find_elements("css selector", ".holdings .heatmaplayer image")
+    assert browser.find_elements("css selector", ".classes .heatmaplayer image")
     buttons = browser.execute_script(
         "return [...document.querySelectorAll('.modebar-btn')].map((b) => b.dataset.title)"
     )
@@ -181,6 +181,7 @@ def tab_to(browser, script: str) -> None:
 
 def test_everything_works_by_keyboard(browser, page):
     from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import WebDriverWait
 
     show(browser, page)
     press(browser, Keys.TAB)
@@ -204,7 +205,9 @@ def test_everything_works_by_keyboard(browser, page):
     assert len(traces(browser, "choice")) == 1
     tab_to(browser, "e.tagName === 'SUMMARY'")
     press(browser, Keys.ENTER)
-    rows = browser.find_elements("css selector", "[data-figure=choice] details table tbody tr")
+    # The browser tells the page of an opened element a moment later.
+    table = "[data-figure=choice] details table tbody tr"
+    rows = WebDriverWait(browser, 60).until(lambda shown: shown.find_elements("css selector", table))
     assert [row.text.split() for row in rows][1] == ["fedga", "1", "20", "1", "1", "1"]
     nothing_went_wrong(browser)
 

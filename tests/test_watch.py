@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 from conftest import hear_ctrl_c
 from gradalign.cli.app import app
 from gradalign.runs.folder import RunFolder, locked
-from gradalign.watch.followed import Followed, MetricsTail, is_held
+from gradalign.watch import Followed, Watched
+from gradalign.watch.followed import MetricsTail, is_held
 from gradalign.watch.frame import Frame, duration, seconds_left
 from gradalign.watch.textplot import Axis, Canvas, Curve, plot
-from gradalign.watch.watched import Watched
 
 SMALL = ("--set", "rounds=3", "--set", "task.clients=5", "--set", "clients.per_round=3", "--workers", "0")
 SPEC = {"name": "n", "seed": 4, "rounds": 3, "algorithm": {"name": "fedga"}}

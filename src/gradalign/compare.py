@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gradalign.api import RunOptions, run_spec
@@ -16,6 +17,7 @@ from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.recipe import Recipe, unused_changes
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
+from gradalign.report.statistics import spread_of
 from gradalign.runs import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, safe_name
 from gradalign.runs.folder import (
     differing_fields,
@@ -69,12 +71,7 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
     if unused:
         raise GradalignError(f"--set {unused[0]}: none of {', '.join(entries)} has such a parameter")
     planned = [
-        Planned(
-            entry=entry,
-            seed=seed,
-            spec=recipe.spec_for(entry, seed),
-            folder=folders[entry] / f"seed{seed}",
-        )
+        Planned(entry=entry, seed=seed, spec=recipe.spec_for(entry, seed), folder=folders[entry] / f"seed{seed}")
         for entry in entries
         for seed in range(first, first + seeds)
     ]
@@ -118,25 +115,17 @@ def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) ->
 
 
 def run_comparison(
-    planned: Sequence[Planned],
-    where: RunOptions,
-    *,
-    on_row: Callable[[Planned, Row], None] | None = None,
+    planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None] | None = None
 ) -> list[Finished]:
     """Run everything in turn; a run that diverges is recorded and the others go on."""
     made: dict[str, Task] = {}
     finished: list[Finished] = []
     for one in planned:
         failure, summary = None, {}
-
-        def note(row: Row, one: Planned = one) -> None:
-            if on_row is not None:
-                on_row(one, row)
-
+        note = partial(on_row, one) if on_row is not None else None
         try:
-            placed = replace(where, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
-            result = run_spec(one.spec, placed, task=_task_of(one, made), on_row=note)
-            summary = result.summary
+            own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
+            summary = run_spec(one.spec, own, task=_task_of(one, made), on_row=note).summary
         except DivergedError as error:
             failure = str(error)
         rows = read_metrics(one.folder) if (one.folder / METRICS).exists() else []
@@ -146,9 +135,15 @@ def run_comparison(
 
 def spread(values: Sequence[float]) -> dict[str, float | None] | None:
     """Return mean and sample standard deviation; one value alone has no deviation."""
-    if not values:
-        return None
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
+    found = spread_of(values)
+    return None if found is None else {"mean": found[0], "std": found[1]}
+
+
+def _by_entry(finished: Sequence[Finished]) -> dict[str, list[Finished]]:
+    found: dict[str, list[Finished]] = {}
+    for run in finished:
+        found.setdefault(run.planned.entry, []).append(run)
+    return found
 
 
 def _known(runs: Sequence[Finished], name: str) -> list[float]:
@@ -165,59 +160,53 @@ def choose_target(finished: Sequence[Finished]) -> float | None:
     given = next((run.planned.spec.measure.target_accuracy for run in finished), None)
     if given is not None:
         return given
-    entries = {run.planned.entry for run in finished}
-    name = f"best_{scored_on(finished)}_accuracy"
-    best = [_known([r for r in finished if r.planned.entry == entry], name) for entry in entries]
-    means = [statistics.fmean(values) for values in best if values]
+    best = [_known(runs, f"best_{scored_on(finished)}_accuracy") for runs in _by_entry(finished).values()]
+    means = [fmean(values) for values in best if values]
     return round(0.95 * min(means), 3) if means else None
 
 
 def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
     """Return what summary.json says."""
-    target = choose_target(finished)
+    target, on = choose_target(finished), scored_on(finished)
     first = finished[0].planned.spec
-    paper = first.paper
-    entries = list(dict.fromkeys(run.planned.entry for run in finished))
-    on = scored_on(finished)
-    scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss")
-    table = []
-    for entry in entries:
-        runs = [run for run in finished if run.planned.entry == entry]
-        reached = [rounds_to(run.rows, target) for run in runs if run.failure is None]
-        counted = [float(rounds) for rounds in reached if rounds is not None]
-        table.append(
-            {
-                "name": entry,
-                **{name: spread(_known(runs, name)) for name in scores},
-                "communication_rounds_to_target": spread(counted),
-                "reached_target": len(counted),
-                "final_r": spread(_known(runs, "final_r")),
-                "communication_rounds": max((r.rows[-1]["communication_rounds"] for r in runs if r.rows), default=0),
-                "paper_test_accuracy": paper.test_accuracy.get(entry) if paper else None,
-                "settings": runs[0].planned.spec.to_dict(),
-                "runs": [
-                    {
-                        "seed": run.planned.seed,
-                        "folder": str(run.planned.folder.relative_to(run.planned.folder.parents[1])),
-                        "failure": run.failure,
-                    }
-                    for run in runs
-                ],
-            }
-        )
-    task = next((run.summary["task"] for run in finished if run.summary), None)
+    # The paper's numbers are of test data: nothing else is set beside them.
+    paper = first.paper.model_dump(exclude={"test_accuracy"}) if first.paper and on == "test" else None
     return {
         "name": first.name,
         "seeds": sorted({run.planned.seed for run in finished}),
         "rounds": first.rounds,
         "scale": describe_scale(first.full_size, first) if first.full_size else None,
-        # The paper's numbers are of test data: nothing else is set beside them.
-        "paper": paper.model_dump(exclude={"test_accuracy"}) if paper and on == "test" else None,
+        "paper": paper,
         "scored_on": on,
         "target_accuracy": target,
-        "algorithms": table,
-        "task": task,
+        "algorithms": [_entry_summary(name, runs, on, target) for name, runs in _by_entry(finished).items()],
+        "task": next((run.summary["task"] for run in finished if run.summary), None),
         "versions": versions(),
+    }
+
+
+def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float | None) -> dict[str, Any]:
+    reached = [rounds_to(run.rows, target) for run in runs if run.failure is None]
+    counted = [float(rounds) for rounds in reached if rounds is not None]
+    spec = runs[0].planned.spec
+    scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss")
+    return {
+        "name": name,
+        **{score: spread(_known(runs, score)) for score in scores},
+        "communication_rounds_to_target": spread(counted),
+        "reached_target": len(counted),
+        "final_r": spread(_known(runs, "final_r")),
+        "communication_rounds": max((run.rows[-1]["communication_rounds"] for run in runs if run.rows), default=0),
+        "paper_test_accuracy": spec.paper.test_accuracy.get(name) if spec.paper else None,
+        "settings": spec.to_dict(),
+        "runs": [
+            {
+                "seed": run.planned.seed,
+                "folder": str(run.planned.folder.relative_to(run.planned.folder.parents[1])),
+                "failure": run.failure,
+            }
+            for run in runs
+        ],
     }
 
 
@@ -225,11 +214,14 @@ def write_comparison(
     folder: Path, finished: Sequence[Finished], curves: Sequence[str] = CURVES_SHOWN
 ) -> dict[str, Any]:
     """Write summary.json and the curves; return the summary."""
-    from gradalign.report.curves import draw_comparison
+    from gradalign.report.figures import draw_comparison  # slow to import
 
     summary = summarise_comparison(finished)
-    if any(run.rows for run in finished):
+    if curves and any(run.rows for run in finished):
         shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
-        draw_comparison(folder / CURVES, summary, finished, shown)
+        seeds = f"{len(summary['seeds'])} seed{'s' * (len(summary['seeds']) > 1)}"
+        title = f"{summary['name']}: mean of {seeds}, shade from lowest to highest"
+        rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(finished).items()}
+        draw_comparison(folder / CURVES, title, rows, shown, summary["target_accuracy"])
     write_json(folder / SUMMARY, summary)
     return summary

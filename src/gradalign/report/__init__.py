@@ -1,17 +1,26 @@
-"""The report page: what is in run folders, on one page that needs no network.
+"""The report page: what is in run folders, on one page that needs no network; and how to repeat it.
 
-``gather.py`` reads folders, ``experiments.py`` sorts runs, ``order.py`` and ``table.py`` compare, ``series.py`` makes
-the curves' numbers, ``page.py`` and ``sections.py`` the page, ``figures.py`` the pictures for a paper.
+``experiments`` sorts runs, ``statistics`` compares them, ``series`` has the curves' numbers, ``page`` makes the page,
+``figures`` every picture of runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from gradalign.runs.read import Gathered
+from gradalign.errors import GradalignError, shown_text
+from gradalign.recipes.trust import is_outside, task_name
+from gradalign.report.experiments import Experiment, Group, arrange
+from gradalign.runs import readable_name, write_whole
+from gradalign.runs.find import Skipped
+from gradalign.runs.read import Gathered, gather
+
+_TABLES = ("task", "algorithm", "server", "local", "clients", "measure")
+Settings = dict[tuple[str, str | None], Any]
 
 
 def write_report(
@@ -22,44 +31,19 @@ def write_report(
     figures: Path | None = None,
     unfinished: bool = False,
 ) -> Path:
-    """Write one self-contained page about all runs in and below the folders; an old page is replaced at once.
+    """Write one self-contained page about all runs in and below the folders, and return its path.
 
     Args:
         folders: Run folders, comparisons, sweeps, or folders above them.
-        output: Where the page goes; its folder is made when it is missing.
+        output: Where the page goes: its folder is made when it is missing, an old page is replaced at once.
         title: The page's title (default: the experiments' names).
         figures: A folder to write the same figures to, as PDF and PNG.
         unfinished: Show runs that have not finished, too.
 
-    Returns:
-        The page's path.
-
     Raises:
         GradalignError: There is no run to report.
     """
-    from gradalign.runs.read import gather
-
     return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
-
-
-def _set_aside(gathered: Gathered) -> None:
-    """Leave out, by name, each run that cannot be shown even by itself: one folder must not end the whole report."""
-    from gradalign.errors import GradalignError, shown_text
-    from gradalign.report.experiments import arrange
-    from gradalign.report.page import page_bytes
-    from gradalign.runs.find import Skipped
-
-    shown = []
-    for run in gathered.runs:
-        try:
-            page_bytes(arrange([run]), [])
-            shown.append(run)
-        except Exception as error:
-            reason = shown_text(f"it cannot be shown ({type(error).__name__}: {error})"[:200])
-            gathered.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
-    if not shown:
-        raise GradalignError(f"there is no run that can be reported; {gathered.skipped[-1]}")
-    gathered.runs = shown
 
 
 def report_gathered(
@@ -74,10 +58,7 @@ def report_gathered(
 
     A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
     """
-    from gradalign.errors import GradalignError
-    from gradalign.report.experiments import arrange
     from gradalign.report.page import page_bytes
-    from gradalign.runs import write_whole
 
     if not gathered.runs:
         raise GradalignError("there is no finished run to report; give a run's folder, a comparison's, or one above")
@@ -90,11 +71,129 @@ def report_gathered(
     except Exception:
         _set_aside(gathered)
         page = page_bytes(arrange(gathered.runs), gathered.skipped, title)
-    experiments = arrange(gathered.runs)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, page)
     if figures is not None:
         from gradalign.report.figures import write_figures
 
-        write_figures(experiments, figures, on_figure)
+        write_figures(arrange(gathered.runs), figures, on_figure)
     return output
+
+
+def _set_aside(gathered: Gathered) -> None:
+    """Leave out, by name, each run that cannot be shown even by itself: one folder must not end the whole report."""
+    from gradalign.report.page import page_bytes
+
+    shown = []
+    for run in gathered.runs:
+        try:
+            page_bytes(arrange([run]), [])
+            shown.append(run)
+        except Exception as error:
+            reason = shown_text(f"it cannot be shown ({type(error).__name__}: {error})"[:200])
+            gathered.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
+    if not shown:
+        raise GradalignError(f"there is no run that can be reported; {gathered.skipped[-1]}")
+    gathered.runs = shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """A recipe as TOML (None when the runs were not made from one), a name for its file, and the commands."""
+
+    recipe: str | None
+    file_name: str
+    commands: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
+    """The tasks that are not this package's: code that the recipe would run, for which no command is given."""
+
+
+def how_to_repeat(experiment: Experiment) -> Repeat:
+    """Return the recipe that gives these runs again, and the commands."""
+    import tomli_w
+
+    file_name = readable_name(experiment.name, "experiment") + ".toml"
+    recipe = _recipe(experiment)
+    if recipe is None:
+        return Repeat(recipe=None, file_name=file_name)
+    names = dict.fromkeys(shown_text(task_name(run.spec)) for run in experiment.runs)
+    outside = tuple(name for name in names if is_outside(name))
+    commands = () if outside else tuple(_commands(file_name, sorted({run.seed for run in experiment.runs})))
+    return Repeat(recipe=tomli_w.dumps(recipe), file_name=file_name, commands=commands, outside=outside)
+
+
+def _commands(file_name: str, seeds: Sequence[int]) -> list[str]:
+    command = f"gradalign compare {shlex.quote(file_name)}"
+    if list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return [f"{command} --seed {seeds[0]} --seeds {len(seeds)}"]
+    return [f"{command} --seed {seed} --seeds 1" for seed in seeds]
+
+
+def _recipe(experiment: Experiment) -> dict[str, Any] | None:
+    """Return a recipe whose entries have these groups' settings: what all share, and each one's own in [compare]."""
+    specs = [spec for group in experiment.groups if (spec := _checked(group)) is not None]
+    if len(specs) < len(experiment.groups):
+        return None
+    entries = [_settings(spec) for spec in specs]
+    shared = _shared(entries)
+    names = _entry_names(experiment.groups)
+    settings = {}
+    for name, spec, own in zip(names, specs, entries, strict=True):
+        beyond = _as_tables({place: value for place, value in own.items() if place not in shared})
+        settings[name] = beyond | {"algorithm": {"name": spec["algorithm"]["name"]} | beyond.get("algorithm", {})}
+    seeds = sorted({run.seed for run in experiment.runs})
+    compare = {"algorithms": names, "seeds": len(seeds), "settings": settings}
+    return _as_tables(shared) | {"seed": seeds[0], "compare": compare}
+
+
+def _checked(group: Group) -> dict[str, Any] | None:
+    """Return a group's settings when a recipe can have them; a run made from Python objects has others."""
+    from gradalign.recipes.spec import validate
+
+    spec = {key: value for key, value in group.runs[0].spec.items() if key != "seed"}
+    try:
+        validated = validate(spec, "the run").to_dict()
+    except (GradalignError, RecursionError):
+        return None
+    return {key: value for key, value in validated.items() if key in spec}
+
+
+def _entry_names(groups: Sequence[Group]) -> list[str]:
+    """Return names that differ also as folders: the algorithm's own where it is there once, else with a number."""
+    all_names = [group.name for group in groups]
+    numbered = [f"{name}-{1 + all_names[:place].count(name)}" for place, name in enumerate(all_names)]
+    return [name if all_names.count(name) == 1 else number for name, number in zip(all_names, numbered, strict=True)]
+
+
+def _settings(spec: Mapping[str, Any]) -> Settings:
+    """Return a spec by table and name; what stands in no table, and what is compared as a whole, has no name."""
+    return {
+        (table, name): value
+        for table, values in spec.items()
+        for name, value in (values if table in _TABLES and isinstance(values, Mapping) else {None: values}).items()
+    }
+
+
+def _as_tables(settings: Settings) -> dict[str, Any]:
+    spec: dict[str, Any] = {}
+    for (table, name), value in settings.items():
+        if name is not None:
+            spec.setdefault(table, {})[name] = value
+        else:
+            spec[table] = value
+    return spec
+
+
+def _shared(entries: Sequence[Settings]) -> Settings:
+    """Return the settings that all have alike; the algorithm's are always its own.
+
+    So are schedules where the rounds are not alike: those of the recipe would follow an entry's rounds.
+    """
+    uneven = any(entry.get(("rounds", None)) != entries[0].get(("rounds", None)) for entry in entries)
+    return {
+        (table, name): value
+        for (table, name), value in entries[0].items()
+        if table != "algorithm"
+        and all(entry.get((table, name)) == value for entry in entries)
+        and not (uneven and name is not None and isinstance(value, Mapping))
+    }

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradalign.runs.read import Run, canonical, number_of
-from gradalign.runs.untrusted import shown_text
+from gradalign.errors import shown_text
+from gradalign.runs.read import HeldClassCounts, Run, canonical, number_of
 
 _LONGEST_NAME = 80
 _NOT_SETTINGS = ("seed", "name", "paper", "full_size")
 _SHORT = {"algorithm.beta": "β", "algorithm.mu": "μ", "local.steps": "K"}
+_MOST_DIVISIONS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,9 @@ class PaperNumber:
 
     mean: float
     std: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}" + (f" ± {self.std:.2f}" if self.std is not None else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,6 @@ class Group:
 
     @property
     def complete(self) -> list[Run]:
-        """The runs that reached their last round."""
         return [run for run in self.runs if run.state == "complete"]
 
     @property
@@ -66,16 +69,12 @@ class Experiment:
 
     @property
     def runs(self) -> list[Run]:
-        """All its runs."""
         return [run for group in self.groups for run in group.runs]
 
     def paper_text(self, key: str) -> str | None:
         """Return the paper's ``source`` or ``claim`` as the recipe has it."""
-        for run in self.runs:
-            text = _table(run.spec.get("paper")).get(key)
-            if isinstance(text, str):
-                return shown_text(text)
-        return None
+        texts = (table_of(run.spec.get("paper")).get(key) for run in self.runs)
+        return next((shown_text(text) for text in texts if isinstance(text, str)), None)
 
 
 def arrange(runs: Iterable[Run]) -> list[Experiment]:
@@ -87,8 +86,7 @@ def arrange(runs: Iterable[Run]) -> list[Experiment]:
         if run.comparison is not None:  # its entries belong together whatever they vary
             key = of_comparison.setdefault(run.comparison, key)
         found.setdefault(key, []).append(run)
-    experiments = [_experiment(members) for members in found.values()]
-    return sorted(experiments, key=lambda experiment: experiment.scored_on)
+    return sorted(map(_experiment, found.values()), key=lambda experiment: experiment.scored_on)
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -96,18 +94,29 @@ def settings_of(run: Run) -> dict[str, Any]:
     return dict(_flatten({key: value for key, value in run.spec.items() if key not in _NOT_SETTINGS}))
 
 
+def divisions(experiment: Experiment) -> list[tuple[str, HeldClassCounts]]:
+    """Return the first few different divisions of the data among clients, with the seeds that have them."""
+    found: list[tuple[set[int], HeldClassCounts]] = []
+    for run in experiment.runs:
+        same = next((seeds for seeds, counts in found if counts == run.held), None)
+        if same is not None:
+            same.add(run.seed)
+        elif run.held is not None and len(found) < _MOST_DIVISIONS:
+            found.append(({run.seed}, run.held))
+    return [(f"seed {', '.join(map(str, sorted(seeds)))}", counts) for seeds, counts in found]
+
+
 def _experiment(runs: Sequence[Run]) -> Experiment:
     grouped: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.place):
         grouped.setdefault(canonical([_name_of(run), settings_of(run)]), []).append(run)
     members = [sorted(group, key=lambda run: run.seed) for group in grouped.values()]
-    labels = _labels(members)
     groups = [
         Group(label=label, name=_name_of(group[0]), runs=tuple(group), paper=_paper_number(group[0]))
-        for label, group in zip(labels, members, strict=True)
+        for label, group in zip(_labels(members), members, strict=True)
     ]
     first = runs[0].spec
-    name = first.get("name") or _table(first.get("task")).get("name") or "experiment"
+    name = first.get("name") or table_of(first.get("task")).get("name") or "experiment"
     scored = " (validation data)" if groups[0].scored_on == "validation" else ""
     return Experiment(name=_short_text(name) + scored, groups=tuple(groups))
 
@@ -118,11 +127,10 @@ def _name_of(run: Run) -> str:
 
 def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
     """Name every group; where several have one algorithm, the settings in which those differ are added."""
-    names = [_name_of(group[0]) for group in groups]
+    known = [(_name_of(group[0]), settings_of(group[0])) for group in groups]
     labels = []
-    for name, group in zip(names, groups, strict=True):
-        rivals = [settings_of(other[0]) for other, theirs in zip(groups, names, strict=True) if theirs == name]
-        own = settings_of(group[0])
+    for name, own in known:
+        rivals = [settings for other, settings in known if other == name]
         differing = [key for key in own if any(rival.get(key) != own[key] for rival in rivals)]
         words = ", ".join(f"{_SHORT.get(key, key.split('.')[-1])}={shown_value(own[key])}" for key in sorted(differing))
         labels.append(_short_text(f"{name} ({words})" if words else name))
@@ -133,9 +141,7 @@ def shown_value(value: Any) -> str:
     """Return a setting as the recipe would have it, short."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return _short_text(value)
+    return f"{value:.6g}" if isinstance(value, float) else _short_text(value)
 
 
 def _short_text(text: object) -> str:
@@ -147,14 +153,15 @@ def _paper_number(run: Run) -> PaperNumber | None:
     """Return the paper's accuracy, which is one on test data: nothing else is set beside it."""
     if run.scored_on != "test":
         return None
-    found = _table(_table(run.spec.get("paper")).get("test_accuracy")).get(_name_of(run))
+    found = table_of(table_of(run.spec.get("paper")).get("test_accuracy")).get(_name_of(run))
     values = [number_of(value) for value in (found if isinstance(found, list) else [found])]
     if not values or values[0] is None:
         return None
     return PaperNumber(mean=values[0], std=values[1] if len(values) > 1 else None)
 
 
-def _table(value: Any) -> Mapping[str, Any]:
+def table_of(value: Any) -> Mapping[str, Any]:
+    """Return a value that should be a table, or an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 

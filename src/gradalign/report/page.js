@@ -118,28 +118,28 @@
       const numbers = place.querySelector("details");
       if (numbers.open) fillNumbers(state, numbers, key);
     }
-    if (state.experiment.held.length) drawHoldings(state);
+    if (state.experiment.class_counts.length) drawClasses(state);
   }
 
-  function drawHoldings(state) {
-    const place = state.section.querySelector(".holdings");
-    const held = state.experiment.held[state.held];
-    const counts = held.names.map((_, label) => held.counts.map((row) => row[label] || null));
-    const there = held.counts.flat().filter((count) => count > 0), most = there.reduce((a, b) => Math.max(a, b), 1);
-    // Where holdings differ a lot, colours go by magnitude; the numbers shown are always the counts.
+  function drawClasses(state) {
+    const place = state.section.querySelector(".classes");
+    const found = state.experiment.class_counts[state.division];
+    const counts = found.names.map((_, label) => found.counts.map((row) => row[label] || null));
+    const there = found.counts.flat().filter((count) => count > 0), most = there.reduce((a, b) => Math.max(a, b), 1);
+    // Where counts differ a lot, colours go by magnitude; the numbers shown are always the counts.
     const wide = most > 50 * there.reduce((a, b) => Math.min(a, b), most);
     const z = wide ? counts.map((row) => row.map((count) => count && Math.log10(count))) : counts;
     const ticks = wide ? { tickvals: [0, 1, 2, 3, 4, 5, 6].filter((power) => 10 ** power <= most), tickprefix: "10<sup>", ticksuffix: "</sup>" } : { nticks: 6, tickformat: "~s" };
     const dark = currentTheme() === "dark";
     const plot = place.querySelector(".plot");
-    plot.style.height = `${Math.min(Math.max(320, 14 * held.names.length), 900)}px`;
+    plot.style.height = `${Math.min(Math.max(320, 14 * found.names.length), 900)}px`;
     Plotly.react(plot, [{
-      type: "heatmap", z, customdata: counts, zmin: 0, zmax: wide ? Math.log10(most) : most, y: held.names.map(plain), colorscale: "Viridis", reversescale: !dark, xgap: held.counts.length <= 60 ? 1 : 0, ygap: 1,
+      type: "heatmap", z, customdata: counts, zmin: 0, zmax: wide ? Math.log10(most) : most, y: found.names.map(plain), colorscale: "Viridis", reversescale: !dark, xgap: found.counts.length <= 60 ? 1 : 0, ygap: 1,
       colorbar: { title: { text: "examples", side: "right" }, thickness: 14, outlinewidth: 0, ...ticks }, hovertemplate: "client %{x}, class %{y}: %{customdata} examples<extra></extra>", hoverongaps: false,
     }], {
       ...baseLayout(),
       xaxis: axisStyle({ title: { text: "client" }, showgrid: false, zeroline: false }),
-      yaxis: axisStyle({ title: { text: "class" }, type: "category", autorange: "reversed", showgrid: false, ...(held.names.length <= 60 ? { dtick: 1 } : {}) }),
+      yaxis: axisStyle({ title: { text: "class" }, type: "category", autorange: "reversed", showgrid: false, ...(found.names.length <= 60 ? { dtick: 1 } : {}) }),
     }, CONFIG);
   }
 
@@ -185,7 +185,7 @@
 
   function setUp(section, experiment) {
     const state = {
-      section, experiment, quantity: experiment.choices[0], axis: "communication_rounds", seeds: false, log: true, held: 0,
+      section, experiment, quantity: experiment.choices[0], axis: "communication_rounds", seeds: false, log: true, division: 0,
       shown: new Set(experiment.shown),
     };
     const buttons = [...section.querySelectorAll(".legend button[data-group]")];
@@ -197,7 +197,7 @@
     };
     section.addEventListener("change", (event) => {
       const field = event.target.dataset.state;
-      if (field) { state[field] = field === "held" ? Number(event.target.value) : event.target.value; draw(state); }
+      if (field) { state[field] = field === "division" ? Number(event.target.value) : event.target.value; draw(state); }
     });
     for (const button of buttons) {
       button.addEventListener("click", () => {

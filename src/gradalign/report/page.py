@@ -1,8 +1,8 @@
 r"""The page: one HTML file with everything in it, that asks the network for nothing.
 
-Names come from folders that anybody may have written. Three walls: ``html.escape`` in text and attributes, ``<`` and
-its kin as ``\u003c`` in the embedded data, and a policy that lets the browser run only the two scripts whose hashes it
-names and load nothing.
+Names come from folders that anybody may have written. Three walls: Jinja2 escapes every value in ``page.html.j2``,
+``<`` and its kin are ``\u003c`` in the embedded data, and a policy lets the browser run only the two scripts whose
+hashes it names and load nothing. In ``page.js``, names reach plotly as entities.
 """
 
 from __future__ import annotations
@@ -10,110 +10,92 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from gradalign._version import __version__
-from gradalign.report.experiments import Experiment
-from gradalign.report.markup import COLOURS, text
-from gradalign.report.plots import divisions
-from gradalign.report.sections import experiment_section
-from gradalign.report.series import AXES, CHOICES, QUANTITIES, Series, best_groups, measured, series_of, shown_groups
-from gradalign.runs.find import Skipped
-from gradalign.runs.untrusted import shown_text
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
 
-_DARK = """
-  color-scheme: dark;
-  --ground: #14171b; --panel: #1f242a; --ink: #e8eaed; --soft: #a3acb5; --line: #3a424b; --grid: #2a3037;
-  --accent: #79b8ff; --on-accent: #10151b; --good: #7ee787; --bad: #ff9492;
-  --c0: #58a6e0; --c1: #ff8a4c; --c2: #2fc79a; --c3: #e39ac6;
-  --c4: #f0b53a; --c5: #a5d8ff; --c6: #f0f0f0; --c7: #9aa0a6;
-"""
+from gradalign._version import __version__
+from gradalign.errors import shown_text
+from gradalign.report import how_to_repeat, series, statistics
+from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of
+from gradalign.report.series import Series, measured
+from gradalign.runs.find import Skipped
+
+_COLOURS = 8  # of the page; further groups have them again with other line styles
 
 
 def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], title: str | None = None) -> bytes:
     """Return the whole page."""
     from plotly.offline import get_plotlyjs
 
-    heading = shown_text(title) if title else _heading(experiments)
     library, script = _inert(get_plotlyjs()), _own("page.js")
-    policy = (
-        f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
+    drawn = [series.series_of(experiment) for experiment in experiments]
+    page = _template().render(
+        version=__version__,
+        colours=_COLOURS,
+        most_shown=series.MOST_SHOWN,
+        most_unsorted=statistics.MOST_UNSORTED,
+        axes={key: label.split(",")[0] for key, label in series.AXES.items()},
+        heading=title or _heading(experiments),
+        policy=_policy(library, script),
+        style=_style(),
+        sections=[_section(one, curves) for one, curves in zip(experiments, drawn, strict=True)],
+        skipped=skipped,
+        now=f"{datetime.now():%Y-%m-%d %H:%M}",
+        data=embedded(_page_data(experiments, drawn)),
+        library=library,
+        script=script,
     )
-    series = [series_of(experiment) for experiment in experiments]
-    sections = "\n".join(
-        experiment_section(number, one, curves, alone=len(experiments) == 1)
-        for number, (one, curves) in enumerate(zip(experiments, series, strict=True))
-    )
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="gradalign {text(__version__)}">
-<title>{text(heading)} – gradalign report</title>
-<link rel="icon" href="data:,">
-<style>{_style()}</style>
-</head>
-<body>
-<a class="skip" href="#content">Skip to the results</a>
-<header>
-<h1>{text(heading)}</h1>
-<button type="button" class="theme" hidden>Dark page</button>
-</header>
-<main id="content" tabindex="-1">
-<noscript><p>The tables are all here; the curves need JavaScript, which this page carries itself.</p></noscript>
-{_contents(experiments)}
-{sections}
-{_skipped(skipped)}
-</main>
-<footer>Made by gradalign {text(__version__)} on {datetime.now():%Y-%m-%d %H:%M}. This page loads nothing.</footer>
-<script type="application/json" id="data">{embedded(page_data(experiments, series))}</script>
-<script>{library}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
     return page.encode("utf-8", errors="replace")
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_without_controls
+    )
+    return environment.from_string(_own("page.html.j2"))
+
+
+def _without_controls(value: object) -> object:
+    """Clean what is about to be escaped; markup that the template has made itself is clean already."""
+    return value if isinstance(value, Markup) else shown_text(value)
+
+
+def _own(name: str) -> str:
+    return (files("gradalign.report") / name).read_text(encoding="utf-8")
+
+
+def _inert(script: str) -> str:
+    """Return a script whose own strings cannot end the element it stands in; in JavaScript it says the same."""
+    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _style() -> str:
+    style = _own("page.css")
+    dark = style.partition(":root[data-theme=dark]")[2].partition("}")[0]
+    return f"{style}\n@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {dark}}} }}"
+
+
+def _policy(*scripts: str) -> str:
+    """Let the browser run these scripts and load nothing."""
+    digests = [hashlib.sha256(script.encode("utf-8")).digest() for script in scripts]
+    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+    return (
+        f"default-src 'none'; script-src {' '.join(hashes)}; "
+        "style-src 'unsafe-inline'; img-src data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _heading(experiments: Sequence[Experiment]) -> str:
     names = list(dict.fromkeys(experiment.name for experiment in experiments))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def page_data(experiments: Sequence[Experiment], series: Sequence[Series]) -> dict[str, Any]:
-    """Return the numbers that the page's script draws."""
-    return {
-        "axes": AXES,
-        "quantities": {quantity.key: asdict(quantity) for quantity in QUANTITIES},
-        "experiments": [_experiment_data(one, curves) for one, curves in zip(experiments, series, strict=True)],
-    }
-
-
-def _experiment_data(experiment: Experiment, curves: Series) -> dict[str, Any]:
-    chosen = [quantity.key for quantity in CHOICES if measured(curves[quantity.key])]
-    return {
-        "groups": [
-            {
-                "label": group.label,
-                "seeds": len(group.complete),
-                "colour": number % COLOURS,
-                "dash": number // COLOURS % 4,
-            }
-            for number, group in enumerate(experiment.groups)
-        ],
-        "choices": chosen or [CHOICES[0].key],
-        "best": best_groups(experiment),
-        "shown": shown_groups(experiment),
-        "curves": {key: [asdict(curve) for curve in group_curves] for key, group_curves in curves.items()},
-        "held": [asdict(held) for _, held in divisions(experiment)],
-    }
 
 
 def embedded(data: Any) -> str:
@@ -122,38 +104,132 @@ def embedded(data: Any) -> str:
     return code.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _inert(script: str) -> str:
-    """Return a script whose own strings cannot end the element it stands in; in JavaScript it says the same."""
-    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+def _page_data(experiments: Sequence[Experiment], drawn: Sequence[Series]) -> dict[str, Any]:
+    """Return the numbers that the page's script draws."""
+    return {
+        "axes": series.AXES,
+        "quantities": {quantity.key: asdict(quantity) for quantity in series.QUANTITIES},
+        "experiments": [_experiment_data(one, curves) for one, curves in zip(experiments, drawn, strict=True)],
+    }
 
 
-def _own(name: str) -> str:
-    return (files("gradalign.report") / name).read_text(encoding="utf-8")
+def _experiment_data(experiment: Experiment, curves: Series) -> dict[str, Any]:
+    groups = [
+        {"label": group.label, "seeds": len(group.complete), "colour": n % _COLOURS, "dash": n // _COLOURS % 4}
+        for n, group in enumerate(experiment.groups)
+    ]
+    return {
+        "groups": groups,
+        "choices": list(_choices(curves)),
+        "best": series.best_groups(experiment),
+        "shown": series.shown_groups(experiment),
+        "curves": {key: [asdict(curve) for curve in group_curves] for key, group_curves in curves.items()},
+        "class_counts": [asdict(counts) for _, counts in divisions(experiment)],
+    }
 
 
-def _style() -> str:
-    dark = f"@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{{_DARK}}} }}"
-    return _own("page.css").replace("/*DARK*/", f"{dark}\n:root[data-theme=dark] {{{_DARK}}}")
+def _choices(curves: Series) -> dict[str, str]:
+    return {q.key: q.label for q in series.CHOICES if measured(curves[q.key])} or {
+        series.CHOICES[0].key: series.CHOICES[0].label
+    }
 
 
-def _hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+def _section(experiment: Experiment, curves: Series) -> dict[str, Any]:
+    """Return what the template says of one experiment."""
+    columns, rows = statistics.comparison_table(experiment)
+    repeat = how_to_repeat(experiment)
+    return {
+        "experiment": experiment,
+        "facts": _facts(experiment),
+        "columns": list(columns),
+        "rows": rows,
+        "failures": [(group, run) for group in experiment.groups for run in group.runs if run.state != "complete"],
+        "order": _order(experiment),
+        "choices": _choices(curves),
+        "small_figures": [quantity.key for quantity in series.SMALL if measured(curves[quantity.key])],
+        "classes": _classes(experiment),
+        **_settings(experiment),
+        "repeat": repeat,
+        "recipe_base64": base64.b64encode((repeat.recipe or "").encode("utf-8", errors="replace")).decode(),
+    }
 
 
-def _contents(experiments: Sequence[Experiment]) -> str:
-    if len(experiments) < 2:
-        return ""
-    items = "".join(
-        f'<li><a href="#experiment-{number}">{text(one.name)}</a> '
-        f'<span class="soft">({len(one.runs)} run{"s" * (len(one.runs) != 1)})</span></li>'
-        for number, one in enumerate(experiments)
-    )
-    return f'<nav aria-label="Experiments"><ul>{items}</ul></nav>'
+def _facts(experiment: Experiment) -> dict[str, str]:
+    """Say what data and what scale: a subset must not pass for the whole."""
+    summaries = [run.summary for run in experiment.runs if run.summary]
+    asked = table_of(experiment.runs[0].spec.get("task"))
+    task: Mapping[str, Any] = next((s["task"] for s in summaries if isinstance(s.get("task"), Mapping)), asked)
+    data = [f"{shown_text(key).replace('_', ' ')} {_fact(key, task[key])}" for key in task if key != "name"]
+    paper = ": ".join(filter(None, (experiment.paper_text("source"), experiment.paper_text("claim"))))
+    return {
+        "task": shown_value(task.get("name") or asked.get("name") or "not named"),
+        "data": ", ".join(data) or "not described",
+        "scale": _distinct(s.get("scale") for s in summaries) or "as the recipe has it",
+        "seeds": ", ".join(map(str, sorted({run.seed for run in experiment.runs}))),
+        "versions": _distinct(_words(table_of(s.get("versions"))) for s in summaries) or "unknown",
+    } | ({"paper": paper} if paper else {})
 
 
-def _skipped(skipped: Sequence[Skipped]) -> str:
-    if not skipped:
-        return ""
-    items = "".join(f"<li><code>{text(one.folder)}</code>: {text(one.reason)}</li>" for one in skipped)
-    return f'<section class="skipped"><h2>Not in this report</h2><ul>{items}</ul></section>'
+def _fact(key: str, value: Any) -> str:
+    if key == "examples_per_client" and isinstance(value, list) and len(value) == 3:
+        least, median, most = map(shown_value, value)
+        return f"{least} to {most} (median {median})"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown_value(value)
+
+
+def _words(table: Mapping[str, Any]) -> str:
+    return ", ".join(f"{shown_value(name)} {shown_value(value)}" for name, value in table.items())
+
+
+def _distinct(values: Iterable[Any]) -> str:
+    return " / ".join(dict.fromkeys(value for value in values if value and isinstance(value, str)))
+
+
+def _order(experiment: Experiment) -> dict[str, Any] | None:
+    """Say whether the order is the paper's, or, without the paper's numbers, which groups are told apart."""
+    rule, columns = statistics.RULE, ["pair", "ours"]
+    pairs = statistics.paper_pairs(experiment)
+    if pairs:
+        title, rule = "Does the order agree with the paper's?", f"{rule} {statistics.PAPER_RULE}"
+        answer = statistics.overall([pair.verdict for pair in pairs if pair.verdict])
+        columns += ["paper", "order"]
+    else:
+        pairs = [pair for pair in statistics.pairs_of(experiment) if pair.ours is not None]
+        title, answer = "Who is told apart?", statistics.told_apart(pairs)
+        columns += ["told apart"]
+    return {"title": title, "answer": answer, "rule": rule, "columns": columns, "rows": pairs} if pairs else None
+
+
+def _classes(experiment: Experiment) -> dict[str, Any] | None:
+    """Describe the division of the data; None where no folder has it."""
+    found = divisions(experiment)
+    if not found:
+        return None
+    seeds, counts = found[0]
+    sizes = [(sum(row), sum(count > 0 for count in row)) for row in counts.counts]
+    examples, classes = (_range(column) for column in zip(*sizes, strict=True))
+    words = f"{counts.clients:,} clients have {examples} examples and {classes} of {len(counts.names)} classes each"
+    few = f" The first {len(sizes):,} of {counts.clients:,} are shown." if len(sizes) < counts.clients else ""
+    words = f"{words} ({seeds}).{few}"
+    return {"words": words, "divisions": {str(i): name for i, (name, _) in enumerate(found)}, "sizes": sizes}
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    """Return the settings that all groups share, and a table of those in which they differ."""
+    pairs = [(group.label, settings_of(group.runs[0])) for group in experiment.groups]
+    first = pairs[0][1]
+    keys = dict.fromkeys(key for _, settings in pairs for key in settings)
+    shared = [key for key in keys if all(key in s and s[key] == first.get(key) for _, s in pairs)]
+    named = all(settings.get("algorithm.name") == label for label, settings in pairs)
+    own = [key for key in keys if key not in shared and not (named and key == "algorithm.name")]
+    rows = [(label, [shown_value(settings.get(key, "–")) for key in own]) for label, settings in pairs]
+    return {
+        "shared_settings": {key: shown_value(first[key]) for key in shared},
+        "own_settings": own if len(pairs) > 1 else [],
+        "settings": rows,
+    }

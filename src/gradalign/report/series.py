@@ -1,14 +1,14 @@
-"""The curves as numbers: what the page draws and what the pictures for a paper draw."""
+"""The curves as numbers: what the page draws and what the pictures draw."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
-from gradalign.report.curves import LABELS, over_seeds
 from gradalign.report.experiments import Experiment, Group
-from gradalign.report.table import MOST_UNSORTED, ranked
+from gradalign.report.statistics import MOST_UNSORTED, ranked
 from gradalign.runs.read import Run
 
 MOST_POINTS, MOST_SEED_POINTS = 400, 200
@@ -27,16 +27,26 @@ class Quantity:
 
 
 CHOICES = (
-    Quantity(key="test_accuracy", label=LABELS["test_accuracy"], percent=True),
-    Quantity(key="test_loss", label=LABELS["test_loss"], logarithmic=True),
-    Quantity(key="validation_accuracy", label=LABELS["validation_accuracy"], percent=True),
-    Quantity(key="validation_loss", label=LABELS["validation_loss"], logarithmic=True),
-    Quantity(key="train_accuracy", label=LABELS["train_accuracy"], percent=True),
+    Quantity(key="test_accuracy", label="test accuracy", percent=True),
+    Quantity(key="test_loss", label="test loss", logarithmic=True),
+    Quantity(key="validation_accuracy", label="validation accuracy", percent=True),
+    Quantity(key="validation_loss", label="validation loss", logarithmic=True),
+    Quantity(key="train_accuracy", label="training accuracy", percent=True),
 )
 DRIFT = Quantity(key="drift", label="drift ‖ḡ − g₁‖ of the first client", logarithmic=True)
-VARIANCE = Quantity(key="r", label=LABELS["r"], logarithmic=True)
+VARIANCE = Quantity(key="r", label="r(x), variance of the gradients", logarithmic=True)
 BETA = Quantity(key="beta", label="β in force", stepped=True)
-QUANTITIES = (*CHOICES, DRIFT, VARIANCE, BETA)
+SMALL = (DRIFT, VARIANCE, BETA)
+QUANTITIES = (*CHOICES, *SMALL)
+IN_COMPARISONS = {
+    quantity.key: quantity
+    for quantity in (
+        *QUANTITIES,
+        Quantity(key="train_loss", label="training loss", logarithmic=True),
+        Quantity(key="cosine", label="cosine of the clients' gradients with their mean"),
+    )
+}
+"""What a recipe's ``compare.curves`` may name."""
 AXES = {
     "communication_rounds": "communication rounds",
     "local_updates": "local updates, all clients together",
@@ -57,37 +67,62 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One group's curve: the mean over its finished seeds, lowest and highest, and every seed's own."""
+    """One group's curve: the mean over its finished seeds, lowest and highest, and every seed's own.
 
-    rounds: list[int]
-    x: dict[str, list[float | None]]
-    mean: list[float]
-    low: list[float]
-    high: list[float]
-    lines: list[Line]
+    ``x`` has the mean of every axis, None where a row lacks it.
+    """
+
+    rounds: list[int] = field(default_factory=list)
+    x: dict[str, list[float | None]] = field(default_factory=dict)
+    mean: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+
+
+Series = dict[str, list[Curve]]
+"""Every quantity's curves, one for each group."""
+
+
+def mean_curve(runs: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Curve:
+    """Return the mean over the seeds, at the rounds where all of them were measured; ``runs`` has each seed's rows."""
+    columns: dict[int, list[Mapping[str, Any]]] = {}
+    for rows in runs:
+        for row in rows:
+            if row.get(key) is not None:
+                columns.setdefault(row["round"], []).append(row)
+    full = [(number, rows) for number, rows in sorted(columns.items()) if len(rows) == len(runs)]
+
+    def each(reckon: Callable[[list[float]], float], name: str) -> list[Any]:
+        values = [[row.get(name) for row in rows] for _, rows in full]
+        return [None if None in own else reckon(own) for own in values]  # type: ignore[arg-type]
+
+    return Curve(
+        rounds=[int(number) for number, _ in full],
+        x={axis: each(fmean, axis) for axis in AXES},
+        mean=each(fmean, key),
+        low=each(min, key),
+        high=each(max, key),
+    )
 
 
 def curve_of(group: Group, quantity: Quantity) -> Curve:
     """Return the curve of one quantity; empty where it was not measured."""
     complete = [run.rows for run in group.complete]
-    rounds, xs, mean, low, high = over_seeds(complete, list(AXES), quantity.key) if complete else ([], {}, [], [], [])
-    if quantity.stepped and not any(high):
-        rounds, xs, mean, low, high = [], {}, [], [], []
-    keep = _kept(mean, quantity, MOST_POINTS)
+    whole = mean_curve(complete, quantity.key)
+    if quantity.stepped and not any(whole.high):
+        whole = Curve()
+    shown = thinned(whole.mean, MOST_POINTS, flat=quantity.stepped)
     # One finished seed is its own mean and needs no second line.
     alone = [run for run in group.runs if run.state != "complete" or len(complete) > 1]
     return Curve(
-        rounds=[rounds[i] for i in keep],
-        x={axis: _short([xs[axis][i] for i in keep]) for axis in xs},
-        mean=_short([mean[i] for i in keep]),
-        low=_short([low[i] for i in keep]),
-        high=_short([high[i] for i in keep]),
+        rounds=[whole.rounds[i] for i in shown],
+        x={axis: _short(xs, shown) for axis, xs in whole.x.items()},
+        mean=_short(whole.mean, shown),
+        low=_short(whole.low, shown),
+        high=_short(whole.high, shown),
         lines=[line for run in alone if (line := _line(run, quantity)) is not None],
     )
-
-
-Series = dict[str, list[Curve]]
-"""Every quantity's curves, one for each group."""
 
 
 def series_of(experiment: Experiment) -> Series:
@@ -122,13 +157,9 @@ def _line(run: Run, quantity: Quantity) -> Line | None:
     values = [row[quantity.key] for row in rows]
     if not values or (quantity.stepped and not any(values)):
         return None
-    keep = _kept(values, quantity, MOST_SEED_POINTS)
-    x = {axis: _short([rows[i].get(axis) for i in keep]) for axis in AXES}
-    return Line(seed=run.seed, state=run.state, x=x, y=_short([values[i] for i in keep]))
-
-
-def _kept(values: Sequence[float], quantity: Quantity, most: int) -> list[int]:
-    return thinned([float(v) for v in values], most, flat=quantity.stepped)
+    shown = thinned(values, MOST_SEED_POINTS, flat=quantity.stepped)
+    x = {axis: _short([row.get(axis) for row in rows], shown) for axis in AXES}
+    return Line(seed=run.seed, state=run.state, x=x, y=_short(values, shown))
 
 
 def thinned(values: Sequence[float], most: int, *, flat: bool = False) -> list[int]:
@@ -143,16 +174,16 @@ def thinned(values: Sequence[float], most: int, *, flat: bool = False) -> list[i
     if len(indices) <= most:
         return indices
     stretches = most // 2 - 1
-    kept = {indices[0], indices[-1]}
+    shown = {indices[0], indices[-1]}
     for number in range(stretches):
         part = indices[number * len(indices) // stretches : (number + 1) * len(indices) // stretches]
-        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
-    return sorted(kept)
+        shown |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return sorted(shown)
 
 
-def _short(values: Sequence[Any]) -> list[Any]:
-    """Round to six digits: a drawing has no more, and the page is half as large."""
-    return [_rounded(value) for value in values]
+def _short(values: Sequence[float | None], shown: Sequence[int]) -> list[Any]:
+    """Return these of the values with six digits: a drawing has no more, and the page is half as large."""
+    return [_rounded(values[i]) for i in shown]
 
 
 def _rounded(value: float | None) -> float | int | None:

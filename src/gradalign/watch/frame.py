@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from gradalign.cli.streams import output_is_lost
-from gradalign.errors import GradalignError
-from gradalign.runs.untrusted import ABSURD, shown_text
+from gradalign.errors import GradalignError, shown_text
 from gradalign.stopping import at_stake
-from gradalign.watch.followed import Followed
+from gradalign.watch import Followed, Watched
 from gradalign.watch.textplot import Curve, plot
-from gradalign.watch.watched import Watched
 
 # Blue, orange, green, magenta, amber, teal and grey of the 256: of a brightness that both dark and light screens show.
 COLOURS = tuple(f"color({number})" for number in (33, 166, 35, 170, 172, 37, 244))
@@ -33,14 +30,14 @@ _PANELS = (
     ("train_loss", "training loss"),
 )
 _LOG = ("test_loss", "validation_loss", "train_loss", "r", "drift")
-_RECENT = 20
-_LOWEST = 7
-"""Rows that a plot needs to be of use."""
+_STATES = {"running": "green", "complete": "bold green", "failed": "bold red", "stopped": "bold red"}
+_RECENT = 20  # rounds from which the pace is told
+_LOWEST = 7  # rows that a plot needs to be of use
 
 
 def seconds_per_round(rows: Sequence[dict[str, Any]]) -> float | None:
     """Return how long a round takes, from the latest ones."""
-    recent = [row for row in rows[-_RECENT - 1 :] if isinstance(row.get("seconds"), int | float)]
+    recent = [row for row in rows[-_RECENT - 1 :] if row.get("seconds") is not None]
     if len(recent) < 2 or recent[-1]["seconds"] <= recent[0]["seconds"]:
         return None
     return float((recent[-1]["seconds"] - recent[0]["seconds"]) / (recent[-1]["round"] - recent[0]["round"]))
@@ -68,9 +65,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
 
 
-def _latest(run: Followed, column: str) -> float | None:
-    values = (row.get(column) for row in reversed(run.rows))
-    return next((float(value) for value in values if isinstance(value, int | float)), None)
+def _points(run: Followed, column: str) -> list[tuple[float, float]]:
+    return [(row["round"], row[column]) for row in run.rows if row.get(column) is not None]
+
+
+def _values(run: Followed, column: str) -> list[float]:
+    return [value for _, value in _points(run, column)]
 
 
 def _middle_cut(name: str, most: int) -> str:
@@ -80,22 +80,19 @@ def _middle_cut(name: str, most: int) -> str:
 
 def _best(run: Followed) -> float:
     """Return the best accuracy of a run, on whatever it was measured; below all others when it was not."""
-    names = ("test_accuracy", "validation_accuracy")
-    return max((row[name] for row in run.rows for name in names if row.get(name) is not None), default=-1.0)
+    return max([*_values(run, "test_accuracy"), *_values(run, "validation_accuracy")], default=-1.0)
 
 
 def _numbers(run: Followed) -> str:
     """Return the newest numbers of a run."""
     words = []
-    for kind in ("test", "validation"):
-        accuracy, loss = _latest(run, f"{kind}_accuracy"), _latest(run, f"{kind}_loss")
-        before = f"{kind} " if kind != "test" else ""
-        if accuracy is not None:
-            best = max(row[f"{kind}_accuracy"] for row in run.rows if row.get(f"{kind}_accuracy") is not None)
-            words.append(f"{before}accuracy {accuracy:.2%} (best {best:.2%})")
-        if loss is not None:
-            words.append(f"{before}loss {loss:.4g}")
-    words += [f"{name} {value:.3g}" for name in ("r", "drift") if (value := _latest(run, name)) is not None]
+    for kind, before in (("test", ""), ("validation", "validation ")):
+        accuracies, losses = _values(run, f"{kind}_accuracy"), _values(run, f"{kind}_loss")
+        if accuracies:
+            words.append(f"{before}accuracy {accuracies[-1]:.2%} (best {max(accuracies):.2%})")
+        if losses:
+            words.append(f"{before}loss {losses[-1]:.4g}")
+    words += [f"{name} {values[-1]:.3g}" for name in ("r", "drift") if (values := _values(run, name))]
     return ", ".join(words)
 
 
@@ -107,9 +104,6 @@ def _progress(run: Followed) -> str:
     if pace is not None and run.state in ("running", "starting"):
         words += f", {1 / pace:.3g} rounds/s" if pace < 1 else f", {pace:.3g} s a round"
     return words
-
-
-_STATES = {"running": "green", "complete": "bold green", "failed": "bold red", "stopped": "bold red"}
 
 
 @dataclass
@@ -192,7 +186,7 @@ class Frame:
         return lines
 
     def _plots(self, styles: dict[str, str], width: int, height: int, braille: bool) -> list[Text]:
-        panels = [panel for panel in _PANELS if any(_latest(run, panel[0]) is not None for run in self.watched.runs)]
+        panels = [panel for panel in _PANELS if any(_values(run, panel[0]) for run in self.watched.runs)]
         panels = panels or [_PANELS[0]]
         columns = 2 if width >= 100 and len(panels) > 1 else 1
         panels = panels[: max(1, height // _LOWEST) * columns][: 4 if columns == 2 else 3]
@@ -208,10 +202,9 @@ class Frame:
         self, panel: tuple[str, str], styles: dict[str, str], width: int, height: int, braille: bool
     ) -> list[Text]:
         column, title = panel
-        curves = [Curve(list(_points(run, column)), styles[run.group]) for run in self.watched.runs]
         return plot(
             f"{title}, by round",
-            curves,
+            [Curve(_points(run, column), styles[run.group]) for run in self.watched.runs],
             width=width,
             height=height,
             x_end=max(run.rounds for run in self.watched.runs),
@@ -221,24 +214,15 @@ class Frame:
         )
 
 
-def _points(run: Followed, column: str) -> Iterator[tuple[float, float]]:
-    for row in run.rows:
-        value = row.get(column)
-        if isinstance(value, int | float) and abs(value) < ABSURD:
-            yield float(row["round"]), float(value)
-
-
 def _beside(parts: Sequence[Text], width: int) -> Text:
-    line = Text()
-    for number, part in enumerate(parts):
-        if number:
-            line.append("  ")
+    line = parts[0].copy()
+    for part in parts[1:]:
+        line.append(" " * max(0, width - line.cell_len) + "  ")
         line += part
-        line.append(" " * max(0, width - part.cell_len))
     return line
 
 
-class Patience:
+class IdleTimeout:
     """Knows when nothing has happened for longer than the user wants to wait."""
 
     def __init__(self, timeout: float | None) -> None:
@@ -262,16 +246,28 @@ def watch_once(folder: Path, console: Console) -> None:
     console.print(Frame(watched, full_height=console.is_terminal), soft_wrap=not console.is_terminal)
 
 
-def watch(folder: Path, console: Console, *, interval: float, timeout: float | None) -> None:
-    """Show frames until every run has ended; raise at the end when one of them failed."""
-    watched = Watched(folder)
-    patience = Patience(timeout)
+def _output_is_lost() -> bool:
+    from gradalign.cli.streams import output_is_lost
+
+    return output_is_lost()
+
+
+def watch(
+    folder: Path,
+    console: Console,
+    *,
+    interval: float,
+    timeout: float | None,
+    output_is_lost: Callable[[], bool] = _output_is_lost,
+) -> None:
+    """Show frames until every run has ended or nobody reads them; raise at the end when one of the runs failed."""
+    watched, idle = Watched(folder), IdleTimeout(timeout)
     watched.poll()
     try:
         with at_stake(), Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
             while not watched.ended and not output_is_lost():
                 live.refresh()
-                patience.look(watched)
+                idle.look(watched)
                 time.sleep(interval)
                 watched.poll()
     finally:

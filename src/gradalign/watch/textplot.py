@@ -1,4 +1,8 @@
-"""Curves as text: eight dots a character (braille), axes with numbers, one colour per curve."""
+"""Curves as text: eight dots a character (braille), axes with round numbers, one colour per curve.
+
+A library (plotext) would draw the dots, but its ticks are no round numbers, its frame is not ASCII, and its interface
+has changed as a whole with version 6.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,6 @@ from itertools import groupby
 
 from rich.text import Text
 
-Points = Sequence[tuple[float, float]]
-
 # The bits of a braille character's dots, by row and column, after U+2800.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -19,7 +21,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 class Curve:
     """Points in ascending x, and the style they are drawn in."""
 
-    points: Points
+    points: Sequence[tuple[float, float]]
     style: str
 
 
@@ -27,22 +29,17 @@ class Canvas:
     """A grid of characters, drawn on by dots."""
 
     def __init__(self, width: int, height: int, *, braille: bool = True) -> None:
-        self.width, self.height = width, height
+        self.width = width
         self._across, self._down = (2, 4) if braille else (1, 1)
-        self._bits = [[0] * width for _ in range(height)]
-        self._styles = [[""] * width for _ in range(height)]
-
-    @property
-    def dots(self) -> tuple[int, int]:
+        self._cells = [[(0, "")] * width for _ in range(height)]
+        self.dots = width * self._across, height * self._down
         """How many dots there are across and down."""
-        return self.width * self._across, self.height * self._down
 
     def dot(self, x: int, y: int, style: str) -> None:
         """Set a dot; (0, 0) is the top left. The last curve to come through a character gives it its colour."""
-        column, row = x // self._across, y // self._down
-        if 0 <= column < self.width and 0 <= row < self.height:
-            self._bits[row][column] |= _DOTS[y % self._down][x % self._across]
-            self._styles[row][column] = style
+        if 0 <= x < self.dots[0] and 0 <= y < self.dots[1]:
+            row, column = self._cells[y // self._down], x // self._across
+            row[column] = row[column][0] | _DOTS[y % self._down][x % self._across], style
 
     def line(self, start: tuple[int, int], end: tuple[int, int], style: str) -> None:
         """Join two dots."""
@@ -54,8 +51,7 @@ class Canvas:
     def row(self, number: int) -> Text:
         """Return one row of characters."""
         text = Text()
-        cells = zip(self._bits[number], self._styles[number], strict=True)
-        for style, run in groupby(cells, key=lambda cell: cell[1]):
+        for style, run in groupby(self._cells[number], key=lambda cell: cell[1]):
             text.append("".join(self._character(bits) for bits, _ in run), style=style)
         return text
 
@@ -77,15 +73,12 @@ class Axis:
 
     def position(self, value: float) -> float:
         """Return where a value lies: 0 at the low end, 1 at the high end."""
-        low, high = self._scaled(self.low), self._scaled(self.high)
-        return (self._scaled(value) - low) / (high - low)
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self.log else value
+        low, high, own = (math.log10(one) if self.log else one for one in (self.low, self.high, value))
+        return (own - low) / (high - low)
 
     def ticks(self, most: int) -> list[float]:
         """Return at most so many round numbers between the ends; the ends themselves when no round one fits twice."""
-        found = self._decades(most) if self.log else _round_numbers(self.low, self.high, most)
+        found = self._decades(most) if self.log else self._round_numbers(most)
         return found if len(found) > 1 else [self.low, self.high]
 
     def _decades(self, most: int) -> list[float]:
@@ -97,21 +90,15 @@ class Axis:
                 return inside
         return inside[:: math.ceil(len(inside) / most)]
 
-
-def _round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10((high - low) / max(most, 1)))
-    for factor in (1, 2, 5, 10, 20, 50):
-        step = factor * power
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first + 1 <= most:
-            return [number * step for number in range(first, last + 1)]
-    return []
-
-
-def short(value: float, *, percent: bool = False) -> str:
-    """Return a tick's number in few characters."""
-    return f"{100 * value:.3g}%" if percent else f"{value:.3g}"
+    def _round_numbers(self, most: int) -> list[float]:
+        """Return multiples of 1, 2 or 5 times a power of ten."""
+        power = 10.0 ** math.floor(math.log10((self.high - self.low) / max(most, 1)))
+        for factor in (1, 2, 5, 10, 20, 50):
+            step = factor * power
+            first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+            if last - first + 1 <= most:
+                return [number * step for number in range(first, last + 1)]
+        return []
 
 
 def plot(
@@ -125,17 +112,10 @@ def plot(
     percent: bool = False,
     braille: bool = True,
 ) -> list[Text]:
-    """Draw curves over 0…x_end, in exactly this many columns and rows.
+    """Draw curves over 0…x_end, in exactly this many columns and rows, later ones on top.
 
-    Args:
-        title: Above the curves.
-        curves: What is drawn; later ones lie on top.
-        width: Columns, with the axis.
-        height: Rows, with title and axis.
-        x_end: Where the horizontal axis ends.
-        log: Logarithmic heights, where all are positive and they differ by a factor of ten.
-        percent: The axis' numbers as percentages.
-        braille: Eight dots a character; otherwise one asterisk, in plain ASCII.
+    Heights are logarithmic with ``log`` where all are positive and differ by a factor of ten. Without ``braille``
+    everything is plain ASCII.
     """
     values = [y for curve in curves for _, y in curve.points]
     lines = [Text(title[:width], style="bold")]
@@ -143,26 +123,21 @@ def plot(
         lines.append(Text("  not measured yet"[:width], style="dim"))
         return lines + [Text() for _ in range(height - len(lines))]
     low, high = min(values), max(values)
-    vertical = Axis(low, high, log=log and low > 0 and high >= 10 * low)
+    across, up = Axis(0, max(x_end, 1)), Axis(low, high, log=log and low > 0 and high >= 10 * low)
     rows = max(height - 3, 1)
-    labels = _vertical_labels(vertical, rows, percent)
+    ticks = {round((1 - up.position(tick)) * (rows - 1)): tick for tick in up.ticks(max(2, rows // 2))}
+    labels = {row: f"{100 * tick:.3g}%" if percent else f"{tick:.3g}" for row, tick in ticks.items()}
     margin = max(len(label) for label in labels.values())
-    horizontal = Axis(0, max(x_end, 1))
     canvas = Canvas(max(width - margin - 2, 1), rows, braille=braille)
     for curve in curves:
-        _draw(canvas, curve, horizontal, vertical)
-    upright, corner, flat = ("│", "└", "─") if braille else ("|", "+", "-")
+        _draw(canvas, curve, across, up)
+    upright, corner, flat = "│└─" if braille else "|+-"
     for number in range(rows):
         line = Text().append(f"{labels.get(number, ''):>{margin}} {upright}", style="dim")
         lines.append(line + canvas.row(number))
     lines.append(Text(" " * (margin + 1) + corner + flat * canvas.width, style="dim"))
-    lines.append(Text(" " * (margin + 2) + _horizontal_labels(horizontal, canvas.width), style="dim"))
+    lines.append(Text(" " * (margin + 2) + _horizontal_labels(across, canvas.width), style="dim"))
     return lines[:height]
-
-
-def _vertical_labels(axis: Axis, rows: int, percent: bool) -> dict[int, str]:
-    ticks = axis.ticks(max(2, rows // 2))
-    return {round((1 - axis.position(tick)) * (rows - 1)): short(tick, percent=percent) for tick in ticks}
 
 
 def _horizontal_labels(axis: Axis, width: int) -> str:
