@@ -31,7 +31,7 @@ def test_help_does_not_wait_for_torch():
     code = """
 import sys
 sys.argv = ["gradalign", "--help"]
-from gradalign.cli.app import main
+from gradalign.cli import main
 try:
     main()
 except SystemExit:

@@ -8,15 +8,24 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from gradalign._version import __version__
-from gradalign.cli import data as data_cli
-from gradalign.cli import report as report_cli
-from gradalign.cli import sweep as sweep_cli
-from gradalign.cli import theory as theory_cli
-from gradalign.cli import watch as watch_cli
-from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json
-from gradalign.cli.entry import main
+from gradalign.cli import theory
+from gradalign.cli.common import (
+    CONTINUE,
+    AsJson,
+    DataDir,
+    Device,
+    Settings,
+    TrustTask,
+    UserTask,
+    plain_errors,
+    print_json,
+    say,
+)
+from gradalign.cli.data import data_app
+from gradalign.cli.sweep import sweep
 from gradalign.engines.launch import under_torchrun
 from gradalign.errors import GradalignError
 
@@ -74,7 +83,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run one experiment."""
-    with plain_errors("continue with the same command and --resume"):
+    with plain_errors(CONTINUE):
         from gradalign.api import RunOptions, default_engine, run_spec
         from gradalign.cli.tables import print_summary
         from gradalign.recipes.recipe import load_recipe, output_folder
@@ -82,9 +91,8 @@ def run(
 
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         spec = loaded.spec()
-        name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
-        folder = output_folder(out, name, resume=resume)
-        where = RunOptions(
+        folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
+        options = RunOptions(
             engine=engine or default_engine(),
             device=device,
             workers=workers,
@@ -94,7 +102,7 @@ def run(
             trackers=loaded.trackers(),
         )
         with using_data_folder(data_dir):
-            result = run_spec(spec, where)
+            result = run_spec(spec, options)
         if result.folder is None:  # one of the ranks that worked for rank 0
             return
         if as_json:
@@ -125,7 +133,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare algorithms over several seeds: a table, summary.json and the curves as a picture."""
-    with plain_errors("continue with the same command and --resume"):
+    with plain_errors(CONTINUE):
         if under_torchrun():
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.api import RunOptions
@@ -143,20 +151,16 @@ def compare(
             entries = [name.strip() for name in algorithms.split(",")]
             if "" in entries:
                 raise GradalignError(f'--algorithms takes names joined by commas, and one is empty in "{algorithms}"')
-        name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
-        folder = output_folder(out, name, resume=resume)
-        where = RunOptions(
-            device=device,
-            workers=workers,
-            resume=resume,
-            checkpoint_seconds=checkpoint_seconds,
-            trackers=loaded.trackers(),
+        folder = output_folder(out, f"compare-{loaded.changes.get('name', loaded.data['name'])}", resume=resume)
+        trackers = loaded.trackers()
+        options = RunOptions(
+            device=device, workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=trackers
         )
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
             with claimed_folder(folder, planned, resume=resume):
                 with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
-                    finished = run_comparison(planned, where, on_row=on_row)
+                    finished = run_comparison(planned, options, on_row=on_row)
                 summary = write_comparison(folder, finished, loaded.compare.curves)
                 page = write_report([folder], folder / REPORT)
         if as_json:
@@ -195,20 +199,73 @@ def show(
         shown = load_shown(folder)
         if as_json:
             print_json(shown)
-        elif shown["kind"] == "sweep":
-            from gradalign.cli.sweep_tables import print_shown_sweep
-
-            print_shown_sweep(Console(), shown, folder)
         else:
             print_shown(Console(), shown, folder)
 
 
-sweep_cli.register(app)
-theory_cli.register(app)
-data_cli.register(app)
-report_cli.register(app)
-watch_cli.register(app)
+app.command()(sweep)
+theory.register(app)
+app.add_typer(data_app, name="data")
 
 
-if __name__ == "__main__":
-    main()
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Run folders, comparisons, sweeps, or folders above them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write; an old one is replaced.")] = Path(
+        "report.html"
+    ),
+    figures: Annotated[
+        Path | None,
+        typer.Option("--figures", help="Also write the figures to this folder, as PDF and PNG for a paper."),
+    ] = None,
+    title: Annotated[str | None, typer.Option("--title", help="The page's title.")] = None,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Show runs that have not finished, too; they are in no mean.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained page about runs: table, curves, settings, how to repeat them."""
+    with plain_errors():
+        from gradalign.report import report_gathered
+        from gradalign.runs.read import gather
+
+        gathered = gather(folders, unfinished=unfinished)
+        for one in (told := list(gathered.skipped)):
+            say(str(one))
+        with Console(stderr=True).status("writing the report") as status:  # silent where it is no terminal
+
+            def tell(file: Path) -> None:
+                status.update(escape(f"writing {file.name}"))
+
+            page = report_gathered(gathered, output, title=title, figures=figures, on_figure=tell)
+        for one in gathered.skipped[len(told) :]:  # what only drawing brought to light
+            say(str(one))
+        if as_json:
+            skipped = [{"folder": one.folder, "reason": one.reason} for one in gathered.skipped]
+            found = {"report": str(page), "runs": len(gathered.runs), "skipped": skipped}
+            print_json(found | ({"figures": str(figures)} if figures else {}))
+        else:
+            print(f"report: {page}")
+            if figures is not None:
+                print(f"figures: {figures}")
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(help="A run's folder, a comparison's, a sweep's, or one with runs below.")],
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave, as without a terminal.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0, help="Leave after so many seconds in which nobody wrote there."),
+    ] = None,
+) -> None:
+    """Show the curves of a run, or of a comparison's runs, while they grow; only ever reads."""
+    with plain_errors("only the watching has ended"):
+        from gradalign.watch import frame
+
+        console = Console()
+        if once or not console.is_terminal or console.is_dumb_terminal:
+            frame.watch_once(folder, console)
+        else:
+            frame.watch(folder, console, interval=interval, timeout=timeout)
