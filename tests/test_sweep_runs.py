@@ -210,7 +210,8 @@ def test_one_stage_with_tpe_and_another_algorithm_in_a_database():
     words += ("--set", "clients.per_round=2", "--algorithm", "fedprox", "--grid", "K=1", "--seeds", 1, "--finalists", 1)
     call(*words, "--sampler", "tpe", "--trials", 4, "--out", "s", "--storage", "sqlite:///tuned.db", "--study", "ours")
     tried = optuna.load_study(study_name="ours/grid", storage="sqlite:///tuned.db").trials
-    assert [trial.state.name for trial in tried] == ["COMPLETE"] * 4
+    assert len(tried) == 4
+    assert {trial.state.name for trial in tried} <= {"COMPLETE", "PRUNED"}
     assert not Path("s/study.journal").exists()
     rows = rows_of("s")
     assert Counter(row["stage"] for row in rows) == {"grid": 4, "test": 1}
