@@ -9,21 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Argument, Option
 
 from gradalign._version import __version__
 from gradalign.cli import theory
-from gradalign.cli.common import (
-    CONTINUE,
-    AsJson,
-    DataDir,
-    Device,
-    Settings,
-    TrustTask,
-    UserTask,
-    plain_errors,
-    print_json,
-    say,
-)
+from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json, say
 from gradalign.cli.data import data_app
 from gradalign.cli.sweep import sweep
 from gradalign.engines.launch import under_torchrun
@@ -36,30 +26,25 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The seed of everything random.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: a new one under runs/).")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds, if it holds anything.")]
+Seed = Annotated[int | None, Option(min=0, help="The seed of everything random.")]
+Out = Annotated[Path | None, Option(help="Folder to write to (default: a new one under runs/).")]
+Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if it holds anything.")]
 Workers = Annotated[
-    int | None,
-    typer.Option("--workers", min=0, help="Worker processes (default: one per core; 0: none). Never changes results."),
+    int | None, Option(min=0, help="Worker processes (default: one per core; 0: none). Never changes results.")
 ]
 EngineName = Annotated[
     str | None,
-    typer.Option(
-        "--engine",
+    Option(
         metavar="local|flower|distributed",
         help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
     ),
 ]
-Checkpoint = Annotated[
-    float,
-    typer.Option("--checkpoint-seconds", min=0, help="Keep a checkpoint at most this often; 0 after every round."),
-]
+Checkpoint = Annotated[float, Option(min=0, help="Keep a checkpoint at most this often; 0 after every round.")]
 
 
 @app.callback(invoke_without_command=True)
 def _version(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and leave.", is_eager=True)] = False,
 ) -> None:
     if version:
         print(f"gradalign {__version__}")
@@ -68,7 +53,7 @@ def _version(
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
+    recipe: Annotated[str, Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
     settings: Settings = None,
     task: UserTask = None,
     trust_task: TrustTask = False,
@@ -83,7 +68,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run one experiment."""
-    with plain_errors(CONTINUE):
+    with plain_errors("continue with the same command and --resume"):
         from gradalign.api import RunOptions, default_engine, run_spec
         from gradalign.cli.tables import print_summary
         from gradalign.recipes.recipe import load_recipe, output_folder
@@ -113,18 +98,14 @@ def run(
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe file or a shipped recipe's name.")] = "digits",
-    algorithms: Annotated[
-        str | None, typer.Option("--algorithms", help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox.")
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, help="How many seeds each algorithm runs with.")
-    ] = None,
+    recipe: Annotated[str, Argument(help="A recipe file or a shipped recipe's name.")] = "digits",
+    algorithms: Annotated[str | None, Option(help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox.")] = None,
+    seeds: Annotated[int | None, Option(min=1, help="How many seeds each algorithm runs with.")] = None,
     settings: Settings = None,
     task: UserTask = None,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="The first seed.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="The first seed.")] = None,
     out: Out = None,
     resume: Resume = False,
     device: Device = "cpu",
@@ -133,7 +114,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare algorithms over several seeds: a table, summary.json and the curves as a picture."""
-    with plain_errors(CONTINUE):
+    with plain_errors("continue with the same command and --resume"):
         if under_torchrun():
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.api import RunOptions
@@ -189,8 +170,7 @@ def tasks(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's, or a sweep's.")],
-    as_json: AsJson = False,
+    folder: Annotated[Path, Argument(help="A run folder, or a comparison's, or a sweep's.")], as_json: AsJson = False
 ) -> None:
     """Show a run's spec and summary, or a comparison's or a sweep's tables."""
     with plain_errors():
@@ -210,17 +190,16 @@ app.add_typer(data_app, name="data")
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Run folders, comparisons, sweeps, or folders above them.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write; an old one is replaced.")] = Path(
+    folders: Annotated[list[Path], Argument(help="Run folders, comparisons, sweeps, or folders above them.")],
+    output: Annotated[Path, Option("--output", "-o", help="The page to write; an old one is replaced.")] = Path(
         "report.html"
     ),
     figures: Annotated[
-        Path | None,
-        typer.Option("--figures", help="Also write the figures to this folder, as PDF and PNG for a paper."),
+        Path | None, Option(help="Also write the figures to this folder, as PDF and PNG for a paper.")
     ] = None,
-    title: Annotated[str | None, typer.Option("--title", help="The page's title.")] = None,
+    title: Annotated[str | None, Option(help="The page's title.")] = None,
     unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Show runs that have not finished, too; they are in no mean.")
+        bool, Option("--unfinished", help="Show runs that have not finished, too; they are in no mean.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -252,12 +231,11 @@ def report(
 
 @app.command()
 def watch(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, a comparison's, a sweep's, or one with runs below.")],
-    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave, as without a terminal.")] = False,
+    folder: Annotated[Path, Argument(help="A run's folder, a comparison's, a sweep's, or one with runs below.")],
+    interval: Annotated[float, Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, Option("--once", help="Print one frame and leave, as without a terminal.")] = False,
     timeout: Annotated[
-        float | None,
-        typer.Option("--timeout", min=0, help="Leave after so many seconds in which nobody wrote there."),
+        float | None, Option(min=0, help="Leave after so many seconds in which nobody wrote there.")
     ] = None,
 ) -> None:
     """Show the curves of a run, or of a comparison's runs, while they grow; only ever reads."""

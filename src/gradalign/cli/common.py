@@ -12,36 +12,29 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer import Option
 
 from gradalign import stopping
 from gradalign.engines.launch import rank, under_torchrun
 from gradalign.errors import GradalignError, LostRankError, shown_text
 
-CONTINUE = "continue with the same command and --resume"
-
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
+    Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
 ]
 TaskSettings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the task, e.g. partition=iid; may be repeated."),
+    Option("--set", metavar="KEY=VALUE", help="A setting of the task, e.g. partition=iid; may be repeated."),
 ]
 UserTask = Annotated[
-    str | None,
-    typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
+    str | None, Option(metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own.")
 ]
 TrustTask = Annotated[
-    bool,
-    typer.Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code."),
+    bool, Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code.")
 ]
-DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
-]
-Device = Annotated[
-    str, typer.Option("--device", metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+DataDir = Annotated[Path | None, Option(help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")]
+Device = Annotated[str, Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
 
 _EXTRAS = {"optuna": "sweep", "sqlalchemy": "sweep", "plotly": "report", "jinja2": "report", "scipy": "report"}
 _EXTRAS |= {"matplotlib": "plots", "pydantic": "recipes", "tomli_w": "runs", "safetensors": "runs"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from gradalign.cli.common import AsJson, DataDir, TaskSettings, plain, plain_errors, print_json
 from gradalign.errors import GradalignError
@@ -53,7 +54,7 @@ def list_data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson 
 @data_app.command("get")
 def get_data(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="emnist, cifar10 or cifar100.")],
+    name: Annotated[str, Argument(help="emnist, cifar10 or cifar100.")],
     data_dir: DataDir = None,
 ) -> None:
     """Download a data set's original archive, check its published hash, and put its files into the data folder."""
@@ -79,12 +80,12 @@ def get_data(
 @data_app.command("show")
 def show_data(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="A task that divides labelled examples, such as emnist or digits.")],
-    partition: Annotated[str | None, typer.Option("--partition", help="iid, one-class, separate, dirichlet, …")] = None,
-    clients: Annotated[int | None, typer.Option("--clients", help="The number of clients.")] = None,
+    name: Annotated[str, Argument(help="A task that divides labelled examples, such as emnist or digits.")],
+    partition: Annotated[str | None, Option(help="iid, one-class, separate, dirichlet, …")] = None,
+    clients: Annotated[int | None, Option(help="The number of clients.")] = None,
     settings: TaskSettings = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed of the partition.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="The picture (default: NAME-PARTITION.png).")] = None,
+    seed: Annotated[int, Option(min=0, help="The seed of the partition.")] = 0,
+    out: Annotated[Path | None, Option(help="The picture (default: NAME-PARTITION.png).")] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:

@@ -7,97 +7,70 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
-from gradalign.cli.common import (
-    CONTINUE,
-    AsJson,
-    DataDir,
-    Device,
-    Settings,
-    TrustTask,
-    UserTask,
-    plain,
-    plain_errors,
-    print_json,
-)
+from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain, plain_errors, print_json
 from gradalign.engines.launch import under_torchrun
 from gradalign.errors import GradalignError
 
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="A recipe file or a shipped recipe's name.")],
+    recipe: Annotated[str, Argument(help="A recipe file or a shipped recipe's name.")],
     algorithm: Annotated[
-        str | None, typer.Option("--algorithm", help="What to tune, e.g. fedga or fedprox (default: the recipe's).")
+        str | None, Option(help="What to tune, e.g. fedga or fedprox (default: the recipe's).")
     ] = None,
     grid: Annotated[
         list[str] | None,
-        typer.Option(
-            "--grid",
+        Option(
             metavar="NAME=V,V,…",
             help="Values to try, for lr, batch, K, epochs, weight_decay, beta, beta_fine, mu, …; may be repeated.",
         ),
     ] = None,
     sampler: Annotated[
-        str, typer.Option("--sampler", metavar="grid|tpe", help="Every combination, or Optuna's TPE between the ends.")
+        str, Option(metavar="grid|tpe", help="Every combination, or Optuna's TPE between the ends.")
     ] = "grid",
-    trials: Annotated[
-        int | None, typer.Option("--trials", min=1, help="With tpe: trials in each large stage (default 40).")
-    ] = None,
+    trials: Annotated[int | None, Option(min=1, help="With tpe: trials in each large stage (default 40).")] = None,
     holdout: Annotated[
-        float | None, typer.Option("--holdout", help="Share of each client's examples held out to validate on (0.1).")
+        float | None, Option(help="Share of each client's examples held out to validate on (0.1).")
     ] = None,
-    stop_after: Annotated[
-        float | None, typer.Option("--stop-after", help="Share of the rounds after which poor trials end (0.2).")
-    ] = None,
+    stop_after: Annotated[float | None, Option(help="Share of the rounds after which poor trials end (0.2).")] = None,
     margin: Annotated[
-        float | None,
-        typer.Option("--margin", help="Poor is below the best there by more than this share of it (0.2)."),
+        float | None, Option(help="Poor is below the best there by more than this share of it (0.2).")
     ] = None,
-    finalists: Annotated[
-        int | None, typer.Option("--finalists", min=1, help="How many of the best are tried with more seeds (3).")
-    ] = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", min=1, max=10_000, help="With how many seeds (3).")] = None,
+    finalists: Annotated[int | None, Option(min=1, help="How many of the best are tried with more seeds (3).")] = None,
+    seeds: Annotated[int | None, Option(min=1, max=10_000, help="With how many seeds (3).")] = None,
     test_beta: Annotated[
-        bool,
-        typer.Option(
-            "--test-beta", help="In the end, score every β of the search on the test set: the paper's figure."
-        ),
+        bool, Option("--test-beta", help="In the end, score every β of the search on the test set: the paper's figure.")
     ] = False,
     storage: Annotated[
-        str | None,
-        typer.Option("--storage", metavar="URL", help="A database, for many machines (default: a journal in --out)."),
+        str | None, Option(metavar="URL", help="A database, for many machines (default: a journal in --out).")
     ] = None,
     study: Annotated[
-        str | None, typer.Option("--study", help="The sweep's name in the storage (default: recipe and algorithm).")
+        str | None, Option(help="The sweep's name in the storage (default: recipe and algorithm).")
     ] = None,
     settings: Settings = None,
     task: UserTask = None,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="The search's seed, and the first of more.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder to write to; processes that share it share the work.")
-    ] = None,
+    seed: Annotated[int | None, Option(min=0, help="The search's seed, and the first of more.")] = None,
+    out: Annotated[Path | None, Option(help="Folder to write to; processes that share it share the work.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Without --out: go on with the newest sweep of this name.")
+        bool, Option("--resume", help="Without --out: go on with the newest sweep of this name.")
     ] = False,
     device: Device = "cpu",
     workers: Annotated[
-        int | None, typer.Option("--workers", min=0, help="Worker processes of each trial (default: one per core).")
+        int | None, Option(min=0, help="Worker processes of each trial (default: one per core).")
     ] = None,
-    checkpoint_seconds: Annotated[
-        float, typer.Option("--checkpoint-seconds", min=0, help="Keep a trial's checkpoint at most this often.")
-    ] = 10.0,
+    checkpoint_seconds: Annotated[float, Option(min=0, help="Keep a trial's checkpoint at most this often.")] = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Tune lr, batch, K, weight decay and beta as the paper does; the test set is for the finalists only.
 
     The same command goes on after any interruption, and beside other processes.
     """
-    with plain_errors(CONTINUE):
+    with plain_errors("continue with the same command and --resume"):
         if under_torchrun():
             raise GradalignError("sweep divides trials among processes by itself; start it without torchrun")
         from gradalign.api import RunOptions

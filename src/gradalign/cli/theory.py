@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from gradalign.theory import Check
     from gradalign.theory.diagnose import Diagnosis
 
-Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of everything random.")]
+Seed = Annotated[int, Option(min=0, help="The seed of everything random.")]
 
 
 def _task(name: str, seed: int, settings: Sequence[str] = ()) -> Task:
@@ -75,12 +76,9 @@ def _print_checks(checks: Sequence[Check], console: Console) -> None:
 
 def verify(
     as_json: AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the slopes to this file (.png, .svg, .pdf).")
-    ] = None,
+    plot: Annotated[Path | None, Option(help="Draw the slopes to this file (.png, .svg, .pdf).")] = None,
     task: Annotated[
-        str | None,
-        typer.Option("--task", help="Check on this task's first clients: a name, or package.module:function."),
+        str | None, Option(help="Check on this task's first clients: a name, or package.module:function.")
     ] = None,
     seed: Seed = 0,
 ) -> None:
@@ -137,19 +135,15 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
 
 
 def diagnose(
-    task: Annotated[str, typer.Argument(help="A task's name, or package.module:function.")],
+    task: Annotated[str, Argument(help="A task's name, or package.module:function.")],
     settings: TaskSettings = None,
     as_json: AsJson = False,
     seed: Seed = 0,
-    clients: Annotated[int, typer.Option("--clients", help="Measure at most this many clients.")] = 20,
-    examples: Annotated[
-        int | None, typer.Option("--examples", help="Use at most this many examples of each client.")
-    ] = None,
-    splits: Annotated[
-        int, typer.Option("--splits", help="Random splits to compare with; each costs a pass over the examples.")
-    ] = 19,
-    lr: Annotated[float, typer.Option("--lr", help="α, the local learning rate you will train with.")] = 0.1,
-    steps: Annotated[int, typer.Option("--steps", help="K, the local steps of a round.")] = 10,
+    clients: Annotated[int, Option(help="Measure at most this many clients.")] = 20,
+    examples: Annotated[int | None, Option(help="Use at most this many examples of each client.")] = None,
+    splits: Annotated[int, Option(help="Random splits to compare with; each costs a pass over the examples.")] = 19,
+    lr: Annotated[float, Option(help="α, the local learning rate you will train with.")] = 0.1,
+    steps: Annotated[int, Option(help="K, the local steps of a round.")] = 10,
     device: Device = "cpu",
 ) -> None:
     """Say before training whether the clients' gradients disagree more than by chance, and suggest a β."""

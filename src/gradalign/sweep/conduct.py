@@ -13,21 +13,10 @@ from optuna.storages import BaseStorage
 from gradalign.api import RunOptions
 from gradalign.report import write_report
 from gradalign.runs import METRICS, REPORT, TRIALS
+from gradalign.sweep import protocol
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.plan import SweepPlan, TrialRunner, folder_name
-from gradalign.sweep.protocol import (
-    FINALISTS,
-    TEST,
-    TEST_BETA,
-    BelowBestPruner,
-    Found,
-    Outcome,
-    Stage,
-    are_accuracies,
-    finalists_of,
-    rank,
-    tune,
-)
+from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, BelowBestPruner, Found, Outcome, Stage
 from gradalign.sweep.results import TrialsFile, write_results
 from gradalign.sweep.storage import opened
 from gradalign.sweep.study import ClaimedTrial, Job, StageStudy, Worker, working_in
@@ -102,8 +91,8 @@ class SweepRunner:
 
     def run(self) -> Found:
         """Go through all stages; what other processes do is waited for, what is done already is taken as it is."""
-        tuned, baseline = tune(self._plan.search, self._search_stage)
-        finalists = finalists_of(tuned, self._plan.finalists)
+        tuned, baseline = protocol.tune(self._plan.search, self._search_stage)
+        finalists = protocol.finalists_of(tuned, self._plan.finalists)
         seeds = range(self._plan.seed, self._plan.seed + self._plan.seeds)
         pairs = [(one.point, seed) for one in finalists for seed in seeds]
         jobs = [Job(slot=slot, seed=seed, point=point) for slot, (point, seed) in enumerate(pairs)]
@@ -206,6 +195,6 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     complete = [one for one in outcomes if one.score is not None]
     if not complete or complete[0].stage in _FINAL:  # of those, means over the seeds are what counts
         return ", ".join(words)
-    best = max(complete, key=rank)
-    score = score_words(best.score or 0.0, accuracies=are_accuracies(outcomes))
+    best = max(complete, key=protocol.rank)
+    score = score_words(best.score or 0.0, accuracies=protocol.are_accuracies(outcomes))
     return f"{', '.join(words)}; best {describe_point(best.point)}: validation {score}"

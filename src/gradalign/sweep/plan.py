@@ -47,14 +47,11 @@ class SweepPlan:
     """A sweep, checked.
 
     Attributes:
-        recipe: What is tuned.
-        search: The algorithm, the one it takes values from, the lists.
         seed: The seed of the search, and the first of the finalists'.
         holdout: The share of each client that is held out for validation.
         stop_after: The share of the rounds after which a trial may be ended early.
         margin: How far below the best that is; see ``clearly_below``.
-        finalists: How many of the best trials go on.
-        seeds: With how many seeds they do.
+        finalists: How many of the best trials go on, with ``seeds`` seeds each.
         test_beta: Whether every β of the search is scored on the test set in the end, for the paper's figure.
     """
 

@@ -167,8 +167,8 @@ def _save(figure: Figure, path: Path) -> None:
     write_atomically(path, lambda file: figure.savefig(file, dpi=150, format="png"))
 
 
-def _height(score: float, accuracies: bool) -> float:
-    return 100 * score if accuracies else -score
+def _height(score: float | None, accuracies: bool) -> float:
+    return 100 * (score or 0.0) if accuracies else -(score or 0.0)
 
 
 def _tidy(axes: Axes, label: str) -> None:
@@ -201,7 +201,7 @@ def _draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, A
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     betas = [float(one.point["beta"]) for one in scored]
-    heights = [_height(one.score or 0.0, accuracies) for one in scored]
+    heights = [_height(one.score, accuracies) for one in scored]
     axes.plot(betas, heights, color=COLOURS[0], linewidth=1.2, label="validation, one seed")
     for stage, marker, filled in (("beta-coarse", "o", COLOURS[0]), ("beta-fine", "s", "white")):
         own = [(beta, y) for one, beta, y in zip(scored, betas, heights, strict=True) if one.stage == stage]
@@ -284,7 +284,7 @@ def _draw_value(axes: Axes, name: str, outcomes: Sequence[Outcome], accuracies: 
     values = [*numbers, *words]
     by_number = name in ("lr", "beta", "mu", "alpha", "server_lr", "clip_norm", "weight_decay") and not words
     places = {value: float(value) if by_number else place for place, value in enumerate(values)}
-    heights = [_height(one.score or 0.0, accuracies) for one in outcomes]
+    heights = [_height(one.score, accuracies) for one in outcomes]
     axes.plot([places[one.point[name]] for one in outcomes], heights, "o", color=COLOURS[0], alpha=0.35, markersize=4)
     better = max if accuracies else min
     best = [better(y for one, y in zip(outcomes, heights, strict=True) if one.point[name] == v) for v in values]
