@@ -31,7 +31,7 @@ def test_help_does_not_wait_for_torch():
     code = """
 import sys
 sys.argv = ["gradalign", "--help"]
-from gradalign.cli.app import main
+from gradalign.cli import main
 try:
     main()
 except SystemExit:
@@ -40,6 +40,19 @@ except SystemExit:
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip().endswith("False False")
     assert "compare" in out
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch):
+    code = "import sys; sys.modules['typer'] = None; from gradalign.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    wanted = "the command line needs the package typer; install it with: pip install 'gradalign[cli]'"
+    assert done.stderr == f"error: {wanted}\n"
+    for name in [name for name in sys.modules if name.startswith("gradalign.sweep.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    wanted = "this command needs the package optuna; install it with: pip install 'gradalign[sweep]'"
+    assert call("sweep", "digits", code=2).stderr == f"error: {wanted}\n"
 
 
 def test_version():

@@ -137,7 +137,7 @@ def test_a_new_process_meets_no_signal_before_it_is_ready(tmp_path):
 
 
 def test_numbers_of_closed_streams_are_not_given_to_files(tmp_path):
-    code = "from gradalign.cli.streams import secure_streams; import sys; secure_streams(); print('x')"
+    code = "from gradalign.cli import secure_streams; import sys; secure_streams(); print('x')"
     code += "; print('y', file=sys.stderr); f = open('kept', 'w'); sys.exit(f.fileno())"
     done = subprocess.run(["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code], cwd=tmp_path, timeout=60)
     assert done.returncode == 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import shutil
 import sqlite3
 import time
 from contextlib import contextmanager, suppress
@@ -12,19 +14,24 @@ from pathlib import Path
 import optuna
 import pytest
 import sqlalchemy
-from optuna.exceptions import StorageInternalError
 from optuna.pruners import NopPruner
 from optuna.trial import TrialState, create_trial
 
-from gradalign.errors import FolderInUseError, GradalignError
+from gradalign.errors import FolderInUseError, GradalignError, NotWrittenError
 from gradalign.recipes.recipe import load_recipe, shipped_recipes
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid
-from gradalign.sweep.plan import locked_in_turn
-from gradalign.sweep.protocol import Outcome, Search, Stage, baseline_of, finalists_of, tune
-from gradalign.sweep.pruner import BelowBestPruner, clearly_below
-from gradalign.sweep.storage import _collided, check_sweep, open_storage, register_sweep
-from gradalign.sweep.study import Job, StageStudy
-from gradalign.sweep.workers import working_in
+from gradalign.sweep.protocol import (
+    BelowBestPruner,
+    Outcome,
+    Search,
+    Stage,
+    baseline_of,
+    clearly_below,
+    finalists_of,
+    tune,
+)
+from gradalign.sweep.storage import JOURNAL, _Journal, locked_in_turn, open_journal, opened, opened_database
+from gradalign.sweep.study import Job, StageStudy, working_in
 
 
 def analytic(point: dict, entry: str) -> float | None:
@@ -211,18 +218,13 @@ def test_the_pruner_compares_at_the_same_round_only():
     assert not BelowBestPruner(0.2).prune(study, create_trial(state=TrialState.RUNNING))
 
 
-def book(tmp_path: Path, worker, *, lists=None, grace: float = 120.0, name: str = "x/s") -> StageStudy:
-    storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}")
-    return StageStudy(
-        storage,
-        name,
-        worker,
-        lists=lists or {"lr": [0.1, 0.2]},
-        fixed={"K": 3},
-        pruner=NopPruner(),
-        seed=5,
-        grace=grace,
-    )
+def stage(storage, worker, *, lists=None, name: str = "x/s") -> StageStudy:
+    lists = lists or {"lr": [0.1, 0.2]}
+    return StageStudy(storage, name, worker, lists=lists, fixed={"K": 3}, pruner=NopPruner(), seed=5)
+
+
+def book(folder: Path, worker, **options) -> StageStudy:
+    return stage(open_journal(folder), worker, **options)
 
 
 JOBS = [Job(slot=i, seed=0, point={"lr": lr, "K": 3}) for i, lr in enumerate((0.1, 0.2))]
@@ -245,21 +247,43 @@ def test_jobs_are_divided_settled_and_given_back(tmp_path):
         assert outcomes[1].facts["seconds"] == 1.5
 
 
-def test_of_two_claims_at_once_the_lower_number_owns(tmp_path, monkeypatch):
-    """Both see the job free and create a trial; the second then finds the first and steps back to the other job."""
+def _do_all(folder: Path, jobs, start, done) -> None:
+    """One process at work: claim and settle until everything is done, and tell what was its own."""
+    mine = []
+    with working_in(folder) as worker:
+        one = book(folder, worker)
+        start.wait()
+        while sum(outcome.state == "complete" for outcome in one.outcomes(jobs, "s", "e")) < len(jobs):
+            if (claim := one.claim(jobs)) is not None:
+                mine.append(claim.job.slot)
+                one.settle(claim, "complete", 0.5, {})
+    done.put(mine)
+
+
+def test_processes_that_share_a_folder_do_each_trial_once(tmp_path):
+    jobs = [Job(slot=slot, seed=slot, point={"lr": 0.1, "K": 3}) for slot in range(40)]
+    fork = multiprocessing.get_context("fork")
+    start, done = fork.Barrier(3), fork.Queue()
+    processes = [fork.Process(target=_do_all, args=(tmp_path, jobs, start, done)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    shares = [done.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(slot for share in shares for slot in share) == list(range(40))
+    assert sum(bool(share) for share in shares) > 1, "more than one had a part in it"
+
+
+def test_of_a_job_written_down_twice_one_trial_counts(tmp_path):
     with working_in(tmp_path) as one, working_in(tmp_path) as two:
         mine, other = book(tmp_path, one), book(tmp_path, two)
-        template, raced = mine._template, []
-
-        def race(job):
-            if not raced:
-                raced.append(other.claim(JOBS))
-            return template(job)
-
-        monkeypatch.setattr(mine, "_template", race)
-        claim = mine.claim(JOBS)
-        assert raced[0].job.slot == 0
-        assert claim.job.slot == 1
+        for study in (mine, other):  # both saw that it was missing
+            study._storage.create_new_trial(study._id, study._waiting(JOBS[0]))
+        claim = mine.claim(JOBS[:1])
+        assert claim.trial.number == 0
+        assert other.claim(JOBS[:1]) is None
+        mine.release(claim)
+        assert other.claim(JOBS[:1]).trial.number == 1, "the other one takes its place"
 
 
 def test_trials_of_a_dead_process_are_done_again(tmp_path):
@@ -271,49 +295,143 @@ def test_trials_of_a_dead_process_are_done_again(tmp_path):
         assert book(tmp_path, alive).claim(JOBS[:1]).job.slot == 0
 
 
+def test_a_process_that_died_before_it_signed_is_noticed(tmp_path, monkeypatch):
+    with working_in(tmp_path) as worker:
+        one = book(tmp_path, worker)
+        number = one._storage.create_new_trial(one._id, one._waiting(JOBS[0]))
+        one._storage.set_trial_state_values(number, TrialState.RUNNING)
+        assert one.claim(JOBS[:1]) is None, "it may be signed the next moment"
+        monkeypatch.setattr("gradalign.sweep.study._SIGNING_SECONDS", 0.0)
+        assert one.claim(JOBS[:1]).job.slot == 0
+        assert not one._take(number), "too late"
+
+
+def test_a_folder_copied_without_its_locks_goes_on(tmp_path):
+    with suppress(KeyboardInterrupt), working_in(tmp_path / "a") as dead:
+        book(tmp_path / "a", dead).claim(JOBS)
+        raise KeyboardInterrupt
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / JOURNAL, tmp_path / "b")
+    with working_in(tmp_path / "b") as worker:
+        assert book(tmp_path / "b", worker).claim(JOBS).job.slot == 0
+
+
 def test_a_heartbeat_that_stands_still_is_noticed_from_another_machine(tmp_path):
-    here, there = tmp_path / "here", tmp_path / "there"
-    with working_in(here) as mine, working_in(there) as other:
-        far = book(tmp_path, other)
+    with (
+        working_in(tmp_path / "here") as mine,
+        working_in(tmp_path / "there") as other,
+        opened_database(f"sqlite:///{tmp_path / 'study.db'}") as storage,
+    ):
+        far, near = stage(storage, other), stage(storage, mine)
         claim = far.claim(JOBS)
-        near = book(tmp_path, mine, grace=0.2)
-        assert near.claim(JOBS[:1]) is None, "seen for the first time"
-        time.sleep(0.25)
-        claim.trial.set_user_attr("beat", 1)
-        assert near.claim(JOBS[:1]) is None, "it has moved"
-        time.sleep(0.25)
+        assert near.claim(JOBS[:1]) is None, "its heart has just beaten"
+        with sqlite3.connect(tmp_path / "study.db") as database:
+            database.execute("update trial_heartbeats set heartbeat = datetime('now', '-119 seconds')")
+        assert near.claim(JOBS[:1]) is None
+        with sqlite3.connect(tmp_path / "study.db") as database:
+            database.execute("update trial_heartbeats set heartbeat = datetime('now', '-130 seconds')")
         assert near.claim(JOBS[:1]).job.slot == 0
         far.settle(claim, "complete", 1.0, {})  # not dead after all: what it brings comes too late
         assert near.outcomes(JOBS, "s", "e")[0].state == "running"
 
 
-def test_tpe_draws_between_the_ends_and_from_its_seed(tmp_path):
+def test_a_trial_at_work_shows_its_heartbeat(tmp_path, monkeypatch):
+    with working_in(tmp_path) as worker, opened_database(f"sqlite:///{tmp_path / 'study.db'}") as storage:
+        beats = []
+        monkeypatch.setattr(storage, "record_heartbeat", beats.append)
+        monkeypatch.setattr(storage, "get_heartbeat_interval", lambda: 0.01)
+        one = stage(storage, worker)
+        claim = one.claim(JOBS)
+        assert beats == [claim.trial._trial_id], "before it is signed"
+        with one.beating(claim):
+            until = time.monotonic() + 30
+            while len(beats) < 3:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+
+def tpe_draws(folder: Path, name: str, score) -> list[dict]:
     lists = {"lr": [0.01, 1.0], "weight_decay": [0.0, 0.1], "batch": [8, "whole"]}
     jobs = [Job(slot=slot, seed=0, point=None) for slot in range(14)]
-    drawn = []
-    with working_in(tmp_path) as worker:
-        for name in ("a/s", "b/s"):
-            one = book(tmp_path, worker, lists=lists, name=name)
-            while (claim := one.claim(jobs)) is not None:
-                one.settle(claim, "complete", -((math.log(claim.point["lr"]) + 2.3) ** 2), {})
-            drawn.append([outcome.point for outcome in one.outcomes(jobs, "s", "e")])
-    assert drawn[0] == drawn[1], "one seed, one sequence"
-    assert len({point["lr"] for point in drawn[0]}) == 14
-    for point in drawn[0]:
+    with working_in(folder) as worker:
+        one = book(folder, worker, lists=lists, name=name)
+        while (claim := one.claim(jobs)) is not None:
+            one.settle(claim, "complete", score(claim.point["lr"]), {})
+        return [outcome.point for outcome in one.outcomes(jobs, "s", "e")]
+
+
+def test_tpe_draws_between_the_ends_from_its_seed_and_learns(tmp_path):
+    def score(lr: float) -> float:
+        return -((math.log(lr) + 2.3) ** 2)
+
+    drawn = tpe_draws(tmp_path, "a/s", score)
+    assert drawn == tpe_draws(tmp_path, "b/s", score), "one seed, one sequence"
+    other = tpe_draws(tmp_path, "c/s", lambda lr: lr)
+    assert drawn[:10] == other[:10], "at first by chance"
+    assert drawn[10:] != other[10:], "then by what was found"
+    assert len({point["lr"] for point in drawn}) == 14
+    for point in drawn:
         assert 0.01 <= point["lr"] <= 1.0
         assert point["weight_decay"] in (0.0, 0.1)
         assert point["batch"] in (8, "whole")
         assert point["K"] == 3
 
 
+# Storages
+
+
 def test_a_storage_remembers_whose_it_is(tmp_path):
     url = f"sqlite:///{tmp_path / 's.db'}"
-    register_sweep(open_storage(url), "mine", {"grid": {"lr": [0.1]}, "seed": 0})
-    register_sweep(open_storage(url), "mine", {"grid": {"lr": [0.1]}, "seed": 0})
-    with pytest.raises(GradalignError, match=r"another sweep under the name \"mine\": seed \(0 there, 1 now\)"):
-        check_sweep(open_storage(url), "mine", {"grid": {"lr": [0.1]}, "seed": 1})
-    check_sweep(open_storage(url), "unknown", {})
+    mine = {"grid": {"lr": [0.1]}, "seed": 0}
+    for _ in range(2):
+        with opened(tmp_path / "a", url, "mine", mine):
+            pass
+    with (
+        pytest.raises(GradalignError, match=r"another sweep under the name \"mine\": seed \(0 there, 1 now\)"),
+        opened(tmp_path / "b", url, "mine", mine | {"seed": 1}),
+    ):
+        pass
+    assert not (tmp_path / "b").exists()
+    with opened(tmp_path / "b", url, "unknown", {}):
+        pass
     assert json.dumps(optuna.load_study(study_name="mine", storage=url).user_attrs)
+
+
+def test_an_sqlite_file_serves_one_process_at_a_time(tmp_path):
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    with (
+        opened_database(url),
+        pytest.raises(GradalignError, match="an SQLite file serves one at a time"),
+        opened_database(url),
+    ):
+        pass
+    with opened_database(url):
+        pass
+
+
+def test_a_line_that_was_cut_off_is_dropped_and_a_damaged_journal_refused(tmp_path):
+    with working_in(tmp_path) as worker:
+        book(tmp_path, worker).settle(book(tmp_path, worker).claim(JOBS), "complete", 0.5, {})
+        whole = (tmp_path / JOURNAL).read_bytes()
+        with (tmp_path / JOURNAL).open("ab") as file:
+            file.write(b'{"op_code":4,"worker_i')  # the disk was full
+        one = book(tmp_path, worker)
+        assert one.claim(JOBS).job.slot == 1
+        assert (tmp_path / JOURNAL).read_bytes().startswith(whole + b'{"op_code"')
+        assert book(tmp_path, worker).claim(JOBS) is None
+    (tmp_path / JOURNAL).write_bytes(b"nonsense\n" + whole)
+    with pytest.raises(GradalignError, match="is damaged"):
+        open_journal(tmp_path)
+    (tmp_path / JOURNAL).unlink()
+    (tmp_path / JOURNAL).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GradalignError, match="is not a file"):
+        open_journal(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_full_disk_is_told_in_one_sentence():
+    with pytest.raises(NotWrittenError, match="cannot write /dev/full: No space left on device"):
+        _Journal(Path("/dev/full")).append_logs([{"op_code": 0}])
 
 
 # Other processes
@@ -329,7 +447,7 @@ def test_only_a_folder_in_use_is_waited_for(tmp_path, monkeypatch):
             raise met.pop()
         yield
 
-    monkeypatch.setattr("gradalign.sweep.plan.locked", busy)
+    monkeypatch.setattr("gradalign.sweep.storage.locked", busy)
     with locked_in_turn(tmp_path, 10.0):
         assert met == []
     met += [FolderInUseError("still in use")]
@@ -340,25 +458,25 @@ def test_only_a_folder_in_use_is_waited_for(tmp_path, monkeypatch):
         pass
 
 
-def test_a_database_is_tried_again_only_where_another_process_was_faster(tmp_path):
-    first = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
-    first.execute("create table t (x integer unique)")
-    first.execute("insert into t values (1)")
-    (tmp_path / "text.db").write_text("this is not a database, and will not become one by waiting" * 20)
+def test_a_database_is_tried_again_only_where_another_process_was_faster(monkeypatch):
+    """Two machines that make the tables of a new database at once."""
+    met = [sqlalchemy.exc.ProgrammingError("create table", {}, Exception("studies exists"))]
 
-    def failing(file, statement):
-        engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path / file}", connect_args={"timeout": 0})
-        with pytest.raises(sqlalchemy.exc.DatabaseError) as caught, engine.begin() as connection:
-            connection.execute(sqlalchemy.text(statement))
-        return caught.value
+    def collide(url, **options):
+        if met:
+            raise met.pop()
+        return url
 
-    assert _collided(failing("a.db", "create table t (x integer)"))
-    assert _collided(failing("a.db", "insert into t values (1)"))
-    wrapped = StorageInternalError("locked, or not")
-    wrapped.__cause__ = failing("text.db", "select 1 from t")
-    assert not _collided(wrapped)
-    assert not _collided(failing("no/such/folder/a.db", "create table t (x integer)"))
-    first.execute("begin exclusive")
-    wrapped.__cause__ = failing("a.db", "insert into t values (2)")
-    assert _collided(wrapped)
-    first.close()
+    monkeypatch.setattr("gradalign.sweep.storage.RDBStorage", collide)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with opened_database("postgresql://tuner:secret@db/optuna") as storage:
+        assert storage == "postgresql://tuner:secret@db/optuna"
+    for error, tries in ((ModuleNotFoundError("no driver"), 1), (sqlalchemy.exc.OperationalError("", {}, "no"), 3)):
+        met += [error] * 5
+        with (
+            pytest.raises(GradalignError, match="cannot use the storage postgresql://tuner@db/optuna"),
+            opened_database("postgresql://tuner:secret@db/optuna"),
+        ):
+            pass
+        assert len(met) == 5 - tries
+        met.clear()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
 from conftest import hear_ctrl_c
 from gradalign.recipes.recipe import load_recipe
@@ -203,10 +205,14 @@ def test_show_knows_a_sweep(whole):
     assert "not complete" in call("show", "begun").stdout
 
 
-def test_one_stage_with_tpe_and_another_algorithm():
+def test_one_stage_with_tpe_and_another_algorithm_in_a_database():
     words = ("sweep", "digits", "--workers", 0, "--set", "rounds=2", "--set", "task.clients=6")
     words += ("--set", "clients.per_round=2", "--algorithm", "fedprox", "--grid", "K=1", "--seeds", 1, "--finalists", 1)
-    call(*words, "--sampler", "tpe", "--trials", 4, "--out", "s")
+    call(*words, "--sampler", "tpe", "--trials", 4, "--out", "s", "--storage", "sqlite:///tuned.db", "--study", "ours")
+    tried = optuna.load_study(study_name="ours/grid", storage="sqlite:///tuned.db").trials
+    assert len(tried) == 4
+    assert {trial.state.name for trial in tried} <= {"COMPLETE", "PRUNED"}
+    assert not Path("s/study.journal").exists()
     rows = rows_of("s")
     assert Counter(row["stage"] for row in rows) == {"grid": 4, "test": 1}
     assert all(0.001 <= float(row["mu"]) <= 1.0 for row in rows)
@@ -252,9 +258,12 @@ def test_a_task_of_ones_own_that_has_no_accuracy():
     assert summary["finalists"][0]["test_loss"]["mean"] > 0.0
 
 
-def test_two_processes_share_one_study(tmp_path):
-    storage = f"sqlite:///{tmp_path / 'shared.db'}"
-    words = command(*SMALL, "--margin", 0.9, "--storage", storage, "--study", "ours", "--out", "s")
+def studies_of(folder: str) -> JournalStorage:
+    return JournalStorage(JournalFileBackend(str(Path(folder, "study.journal").resolve())))
+
+
+def test_two_processes_share_one_folder():
+    words = command(*SMALL, "--margin", 0.9, "--study", "ours", "--out", "s")
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in both:
         _, errors = process.communicate(timeout=240)
@@ -264,7 +273,7 @@ def test_two_processes_share_one_study(tmp_path):
     assert len({row["worker"] for row in rows}) == 2, "both had a part in it"
     done: Counter = Counter()
     for name in STAGES:
-        for trial in optuna.load_study(study_name=f"ours/{name}", storage=storage).trials:
+        for trial in optuna.load_study(study_name=f"ours/{name}", storage=studies_of("s")).trials:
             if trial.state.name in ("COMPLETE", "PRUNED"):
                 done[name, trial.user_attrs["key"]] += 1
     assert len(done) == sum(STAGES.values())
@@ -315,11 +324,8 @@ def test_ctrl_c_says_how_to_go_on():
         process.kill()
     assert process.returncode == 130, errors
     assert errors.strip().splitlines()[-1] == "stopped; continue with the same command and --resume"
-    states = [
-        trial.state.name
-        for trial in optuna.load_study(study_name="digits-fedga/baseline", storage="sqlite:///s/study.db").trials
-    ]
-    assert states == ["FAIL"], "given back"
+    trials = optuna.load_study(study_name="digits-fedga/baseline", storage=studies_of("s")).trials
+    assert [trial.state.name for trial in trials] == ["FAIL", *["WAITING"] * 3], "given back"
 
 
 @pytest.mark.parametrize(
@@ -341,6 +347,10 @@ def test_ctrl_c_says_how_to_go_on():
         (("digits", "--storage", "sqlite:///other.db"), "not a sweep of gradalign's"),
         (("digits", "--out", "thesis"), "it has thesis.tex"),
         (("digits", "--out", "sweep"), "sweep holds another sweep: seed (1 there, 0 now)"),
+        (
+            ("digits", "--out", "former"),
+            "the sweep in former was begun by an earlier version; its trials' runs are kept",
+        ),
     ],
 )
 def test_bad_words_get_one_line_and_exit_code_2(words, message):
@@ -348,6 +358,8 @@ def test_bad_words_get_one_line_and_exit_code_2(words, message):
     Path("thesis/thesis.tex").write_text("mine")
     Path("sweep").mkdir()
     Path("sweep/sweep.toml").write_text("seed = 1")
+    Path("former").mkdir()
+    Path("former/sweep.toml").write_text('storage = "study.db"')
     optuna.create_study(study_name="digits-fedga", storage="sqlite:///other.db").add_trial(
         optuna.trial.create_trial(value=1.0)
     )

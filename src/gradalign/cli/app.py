@@ -8,15 +8,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from typer import Argument, Option
 
 from gradalign._version import __version__
-from gradalign.cli import data as data_cli
-from gradalign.cli import report as report_cli
-from gradalign.cli import sweep as sweep_cli
-from gradalign.cli import theory as theory_cli
-from gradalign.cli import watch as watch_cli
-from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json
-from gradalign.cli.entry import main
+from gradalign.cli import theory
+from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json, say
+from gradalign.cli.data import data_app
+from gradalign.cli.sweep import sweep
 from gradalign.engines.launch import under_torchrun
 from gradalign.errors import GradalignError
 
@@ -27,30 +26,25 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The seed of everything random.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to (default: a new one under runs/).")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue what the folder holds, if it holds anything.")]
+Seed = Annotated[int | None, Option(min=0, help="The seed of everything random.")]
+Out = Annotated[Path | None, Option(help="Folder to write to (default: a new one under runs/).")]
+Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if it holds anything.")]
 Workers = Annotated[
-    int | None,
-    typer.Option("--workers", min=0, help="Worker processes (default: one per core; 0: none). Never changes results."),
+    int | None, Option(min=0, help="Worker processes (default: one per core; 0: none). Never changes results.")
 ]
 EngineName = Annotated[
     str | None,
-    typer.Option(
-        "--engine",
+    Option(
         metavar="local|flower|distributed",
         help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
     ),
 ]
-Checkpoint = Annotated[
-    float,
-    typer.Option("--checkpoint-seconds", min=0, help="Keep a checkpoint at most this often; 0 after every round."),
-]
+Checkpoint = Annotated[float, Option(min=0, help="Keep a checkpoint at most this often; 0 after every round.")]
 
 
 @app.callback(invoke_without_command=True)
 def _version(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and leave.", is_eager=True)] = False,
 ) -> None:
     if version:
         print(f"gradalign {__version__}")
@@ -59,7 +53,7 @@ def _version(
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
+    recipe: Annotated[str, Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
     settings: Settings = None,
     task: UserTask = None,
     trust_task: TrustTask = False,
@@ -82,9 +76,8 @@ def run(
 
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         spec = loaded.spec()
-        name = f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}"
-        folder = output_folder(out, name, resume=resume)
-        where = RunOptions(
+        folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
+        options = RunOptions(
             engine=engine or default_engine(),
             device=device,
             workers=workers,
@@ -94,7 +87,7 @@ def run(
             trackers=loaded.trackers(),
         )
         with using_data_folder(data_dir):
-            result = run_spec(spec, where)
+            result = run_spec(spec, options)
         if result.folder is None:  # one of the ranks that worked for rank 0
             return
         if as_json:
@@ -105,18 +98,14 @@ def run(
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="A recipe file or a shipped recipe's name.")] = "digits",
-    algorithms: Annotated[
-        str | None, typer.Option("--algorithms", help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox.")
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, help="How many seeds each algorithm runs with.")
-    ] = None,
+    recipe: Annotated[str, Argument(help="A recipe file or a shipped recipe's name.")] = "digits",
+    algorithms: Annotated[str | None, Option(help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox.")] = None,
+    seeds: Annotated[int | None, Option(min=1, help="How many seeds each algorithm runs with.")] = None,
     settings: Settings = None,
     task: UserTask = None,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0, help="The first seed.")] = None,
+    seed: Annotated[int | None, Option(min=0, help="The first seed.")] = None,
     out: Out = None,
     resume: Resume = False,
     device: Device = "cpu",
@@ -143,20 +132,16 @@ def compare(
             entries = [name.strip() for name in algorithms.split(",")]
             if "" in entries:
                 raise GradalignError(f'--algorithms takes names joined by commas, and one is empty in "{algorithms}"')
-        name = f"compare-{loaded.changes.get('name', loaded.data['name'])}"
-        folder = output_folder(out, name, resume=resume)
-        where = RunOptions(
-            device=device,
-            workers=workers,
-            resume=resume,
-            checkpoint_seconds=checkpoint_seconds,
-            trackers=loaded.trackers(),
+        folder = output_folder(out, f"compare-{loaded.changes.get('name', loaded.data['name'])}", resume=resume)
+        trackers = loaded.trackers()
+        options = RunOptions(
+            device=device, workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=trackers
         )
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
             with claimed_folder(folder, planned, resume=resume):
                 with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
-                    finished = run_comparison(planned, where, on_row=on_row)
+                    finished = run_comparison(planned, options, on_row=on_row)
                 summary = write_comparison(folder, finished, loaded.compare.curves)
                 page = write_report([folder], folder / REPORT)
         if as_json:
@@ -185,8 +170,7 @@ def tasks(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="A run folder, or a comparison's, or a sweep's.")],
-    as_json: AsJson = False,
+    folder: Annotated[Path, Argument(help="A run folder, or a comparison's, or a sweep's.")], as_json: AsJson = False
 ) -> None:
     """Show a run's spec and summary, or a comparison's or a sweep's tables."""
     with plain_errors():
@@ -195,20 +179,71 @@ def show(
         shown = load_shown(folder)
         if as_json:
             print_json(shown)
-        elif shown["kind"] == "sweep":
-            from gradalign.cli.sweep_tables import print_shown_sweep
-
-            print_shown_sweep(Console(), shown, folder)
         else:
             print_shown(Console(), shown, folder)
 
 
-sweep_cli.register(app)
-theory_cli.register(app)
-data_cli.register(app)
-report_cli.register(app)
-watch_cli.register(app)
+app.command()(sweep)
+theory.register(app)
+app.add_typer(data_app, name="data")
 
 
-if __name__ == "__main__":
-    main()
+@app.command()
+def report(
+    folders: Annotated[list[Path], Argument(help="Run folders, comparisons, sweeps, or folders above them.")],
+    output: Annotated[Path, Option("--output", "-o", help="The page to write; an old one is replaced.")] = Path(
+        "report.html"
+    ),
+    figures: Annotated[
+        Path | None, Option(help="Also write the figures to this folder, as PDF and PNG for a paper.")
+    ] = None,
+    title: Annotated[str | None, Option(help="The page's title.")] = None,
+    unfinished: Annotated[
+        bool, Option("--unfinished", help="Show runs that have not finished, too; they are in no mean.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained page about runs: table, curves, settings, how to repeat them."""
+    with plain_errors():
+        from gradalign.report import report_gathered
+        from gradalign.runs.read import gather
+
+        gathered = gather(folders, unfinished=unfinished)
+        for one in (told := list(gathered.skipped)):
+            say(str(one))
+        with Console(stderr=True).status("writing the report") as status:  # silent where it is no terminal
+
+            def tell(file: Path) -> None:
+                status.update(escape(f"writing {file.name}"))
+
+            page = report_gathered(gathered, output, title=title, figures=figures, on_figure=tell)
+        for one in gathered.skipped[len(told) :]:  # what only drawing brought to light
+            say(str(one))
+        if as_json:
+            skipped = [{"folder": one.folder, "reason": one.reason} for one in gathered.skipped]
+            found = {"report": str(page), "runs": len(gathered.runs), "skipped": skipped}
+            print_json(found | ({"figures": str(figures)} if figures else {}))
+        else:
+            print(f"report: {page}")
+            if figures is not None:
+                print(f"figures: {figures}")
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, Argument(help="A run's folder, a comparison's, a sweep's, or one with runs below.")],
+    interval: Annotated[float, Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, Option("--once", help="Print one frame and leave, as without a terminal.")] = False,
+    timeout: Annotated[
+        float | None, Option(min=0, help="Leave after so many seconds in which nobody wrote there.")
+    ] = None,
+) -> None:
+    """Show the curves of a run, or of a comparison's runs, while they grow; only ever reads."""
+    with plain_errors("only the watching has ended"):
+        from gradalign.watch import frame
+
+        console = Console()
+        if once or not console.is_terminal or console.is_dumb_terminal:
+            frame.watch_once(folder, console)
+        else:
+            frame.watch(folder, console, interval=interval, timeout=timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from typer import Option
 
 from gradalign import stopping
 from gradalign.engines.launch import rank, under_torchrun
@@ -17,23 +20,25 @@ from gradalign.errors import GradalignError, LostRankError, shown_text
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
+    Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
+]
+TaskSettings = Annotated[
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="A setting of the task, e.g. partition=iid; may be repeated."),
 ]
 UserTask = Annotated[
-    str | None,
-    typer.Option("--task", metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own."),
+    str | None, Option(metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own.")
 ]
 TrustTask = Annotated[
-    bool,
-    typer.Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code."),
+    bool, Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code.")
 ]
-DataDir = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")
-]
-Device = Annotated[
-    str, typer.Option("--device", metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+DataDir = Annotated[Path | None, Option(help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")]
+Device = Annotated[str, Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
+
+_EXTRAS = {"optuna": "sweep", "sqlalchemy": "sweep", "plotly": "report", "jinja2": "report", "scipy": "report"}
+_EXTRAS |= {"matplotlib": "plots", "pydantic": "recipes", "tomli_w": "runs", "safetensors": "runs"}
+_EXTRAS |= {"plotext": "cli", "pooch": "cli", "flwr": "flower"}
 
 
 @contextmanager
@@ -47,6 +52,13 @@ def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
         # All ranks of a job meet the same mistakes: one of them speaks. Of rank 0's own end, rank 1 tells.
         if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
             say(f"error: {error}{hint}")
+        raise typer.Exit(2) from None
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        install = f"pip install 'gradalign[{_EXTRAS[package]}]'"
+        say(f"error: this command needs the package {package}; install it with: {install}")
         raise typer.Exit(2) from None
     except SystemExit as stop:
         say(f"error: the task's own code called sys.exit({'' if stop.code is None else repr(stop.code)})")
@@ -68,7 +80,20 @@ def say(text: str) -> None:
     print(shown_text(" ".join(text.split())), file=sys.stderr, flush=True)
 
 
+def plain(text: object) -> str:
+    """Return text that rich prints as it stands, and that no terminal obeys: names may come from anybody's files."""
+    return escape(shown_text(text))
+
+
 def print_json(data: Any) -> None:
-    """Print for programs; what a terminal could obey is written as JSON's escapes."""
-    text = json.dumps(data, indent=2, ensure_ascii=False, default=str)
+    """Print for programs; what a terminal could obey is written as JSON's escapes, and what is not finite as null."""
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=False, default=str, allow_nan=False)
     print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

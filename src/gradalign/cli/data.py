@@ -1,24 +1,27 @@
-"""``gradalign data``: what is there, getting it, and a picture of who holds what."""
+"""``gradalign data``: what is there, getting it, and a table and a picture of the classes each client has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from typer import Argument, Option
 
-from gradalign.cli.common import AsJson, DataDir, plain_errors, print_json
+from gradalign.cli.common import AsJson, DataDir, TaskSettings, plain, plain_errors, print_json
 from gradalign.errors import GradalignError
 
+if TYPE_CHECKING:
+    from gradalign.tasks.class_counts import ClassCounts
+    from gradalign.tasks.task import Task
+
 data_app = typer.Typer(help="List, get and look at data sets.", invoke_without_command=True, no_args_is_help=False)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the ``data`` commands to the command line."""
-    app.add_typer(data_app, name="data")
+_SHOWN_CLIENTS, _SHOWN_CLASSES = 12, 6
 
 
 @contextmanager
@@ -38,27 +41,24 @@ def list_data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson 
             context.obj = data_dir
         return
     with _in_folder(data_dir):
-        from gradalign.cli.data_tables import print_data
         from gradalign.tasks.datasets import DATA_SETS, describe_data
         from gradalign.tasks.folders import data_folder
 
-        folder = data_folder()
         found = [describe_data(name) for name in DATA_SETS]
         if as_json:
-            print_json({"folder": str(folder), "data": found})
+            print_json({"folder": str(data_folder()), "data": found})
         else:
-            print_data(Console(), found, folder)
+            _print_data(Console(), found, data_folder())
 
 
 @data_app.command("get")
 def get_data(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="emnist, cifar10 or cifar100.")],
+    name: Annotated[str, Argument(help="emnist, cifar10 or cifar100.")],
     data_dir: DataDir = None,
 ) -> None:
     """Download a data set's original archive, check its published hash, and put its files into the data folder."""
     with _in_folder(data_dir or context.obj):
-        from gradalign.cli.data_tables import print_data
         from gradalign.tasks.datasets import DATA_SETS, describe_data
         from gradalign.tasks.download import ARCHIVES, NO_ARCHIVE, fetch
         from gradalign.tasks.folders import data_folder
@@ -68,33 +68,29 @@ def get_data(
             raise GradalignError(NO_ARCHIVE)
         if name not in ARCHIVES:
             raise GradalignError(f'there is no data set "{name}" to get; known are {", ".join(ARCHIVES)}')
-        folder = data_folder()
         found = describe_data(name)
         if not found["here"]:
             with download_bar(name) as progress:
-                fetch(ARCHIVES[name], folder, progress)
+                fetch(ARCHIVES[name], data_folder(), progress)
             DATA_SETS[name]()  # decode it now: a file that cannot be read says so here
             found = describe_data(name)
-        print_data(Console(), [found], folder)
+        _print_data(Console(), [found], data_folder())
 
 
 @data_app.command("show")
 def show_data(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="A task that divides labelled examples, such as emnist or digits.")],
-    partition: Annotated[str | None, typer.Option("--partition", help="iid, one-class, separate, dirichlet, …")] = None,
-    clients: Annotated[int | None, typer.Option("--clients", help="The number of clients.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the task; may be repeated.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The seed of the partition.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", help="The picture (default: NAME-PARTITION.png).")] = None,
+    name: Annotated[str, Argument(help="A task that divides labelled examples, such as emnist or digits.")],
+    partition: Annotated[str | None, Option(help="iid, one-class, separate, dirichlet, …")] = None,
+    clients: Annotated[int | None, Option(help="The number of clients.")] = None,
+    settings: TaskSettings = None,
+    seed: Annotated[int, Option(min=0, help="The seed of the partition.")] = 0,
+    out: Annotated[Path | None, Option(help="The picture (default: NAME-PARTITION.png).")] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show who holds what: a table, and a picture as PNG."""
+    """Show the classes each client has: a table, and a picture as PNG."""
     with _in_folder(data_dir or context.obj):
-        from gradalign.cli.data_tables import print_class_counts
         from gradalign.recipes.build import TASKS, build_task
         from gradalign.recipes.spec import parse_settings
         from gradalign.report.class_pictures import draw_class_counts
@@ -103,18 +99,61 @@ def show_data(
         options: dict[str, Any] = parse_settings(settings or ())
         options |= {key: value for key, value in (("partition", partition), ("clients", clients)) if value is not None}
         task = build_task(name, seed=seed, options=options)
-        held = class_counts_of(task)
-        words = partition or options.get("partition") or _default(TASKS.get(name), "partition")
+        counted = class_counts_of(task)
+        words = options.get("partition") or _default(TASKS.get(name), "partition")
         picture = out or Path(f"{name.replace(':', '-')}-{words}.png")
-        draw_class_counts(picture, task, held)
+        draw_class_counts(picture, task, counted)
         if as_json:
-            print_json({"task": task.describe(), "counts": held.counts.tolist(), "picture": str(picture)})
+            print_json({"task": task.describe(), "counts": counted.counts.tolist(), "picture": str(picture)})
         else:
-            print_class_counts(Console(), task, held, picture)
+            _print_class_counts(Console(), task, counted, picture)
 
 
 def _default(make: Any, setting: str) -> str:
-    import inspect
-
     parameter = inspect.signature(make).parameters.get(setting) if make else None
-    return str(parameter.default) if parameter else "partition"
+    return str(parameter.default) if parameter else setting
+
+
+def _print_data(console: Console, found: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    table = Table("data set", "training", "test", "classes", title=plain(f"data folder: {folder}"), title_style="")
+    table.add_column("where", overflow="fold")  # a path cut off with dots helps nobody
+    for data in found:
+        cells = ("–", "–", "–", plain(data.get("why", "")))
+        if data["here"]:
+            train, test = data["full"] or (None, None)
+            users = f", {data['users']} clients" if data["users"] else ""
+            cells = (
+                _count(data["train_examples"], train),
+                _count(data["test_examples"], test),
+                f"{data['classes']}{users}",
+                plain(data["where"]),
+            )
+        table.add_row(f"[bold]{data['name']}[/bold]", *cells)
+    console.print(table)
+
+
+def _count(found: int, full: int | None) -> str:
+    return f"{found:,}" if full is None or found == full else f"{found:,} of {full:,}"
+
+
+def _print_class_counts(console: Console, task: Task, counted: ClassCounts, picture: Path) -> None:
+    """Print the first clients' classes and the sizes of all."""
+    import numpy as np
+
+    sizes, classes = counted.counts.sum(axis=1), (counted.counts > 0).sum(axis=1)
+    table = Table("client", "examples", "classes", "holds most of")
+    for client in range(min(len(sizes), _SHOWN_CLIENTS)):
+        row = counted.counts[client]
+        most = [label for label in np.argsort(-row, kind="stable")[:_SHOWN_CLASSES] if row[label]]
+        words = ", ".join(f"{counted.names[label]}: {row[label]:,}" for label in most)
+        more = ", …" if classes[client] > len(most) else ""
+        table.add_row(str(client), f"{sizes[client]:,}", str(classes[client]), plain(words + more))
+    if len(sizes) > _SHOWN_CLIENTS:
+        table.add_row("…", "", "", f"and {len(sizes) - _SHOWN_CLIENTS:,} clients more")
+    console.print(table)
+    facts = ", ".join(str(fact) for fact in task.facts.values())
+    console.print(plain(f"{task.name}: {len(sizes):,} clients, {sizes.sum():,} training examples; {facts}"))
+    for what, values in (("examples", sizes), ("classes", classes)):
+        spread = f"lowest {values.min():,}, median {int(np.median(values)):,}, highest {values.max():,}"
+        console.print(f"{what} per client: {spread}")
+    console.print(f"picture: {plain(picture)}", soft_wrap=True)

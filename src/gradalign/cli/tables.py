@@ -1,4 +1,4 @@
-"""What the command line prints: summaries, comparisons, tasks."""
+"""What the command line prints: summaries, comparisons, tasks, what a folder holds."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ from typing import Any
 
 import tomli_w
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from gradalign.cli.common import plain
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP
-from gradalign.runs.untrusted import is_there, read_metrics, read_spec, read_table, shown_text
-
-
-def plain(text: object) -> str:
-    """Return text that rich prints as it stands, and that no terminal obeys: names may come from anybody's files."""
-    return escape(shown_text(text))
-
-
-def _percent(spread: Mapping[str, float | None] | None) -> str:
-    return spread_words(spread, ".2f", 100.0)
+from gradalign.runs.untrusted import is_there, read_metrics, read_spec, read_table
 
 
 def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
@@ -36,8 +27,13 @@ def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: fl
     return mean if spread["std"] is None else f"{mean} ± {format(scale * spread['std'], form)}"
 
 
-def _number(value: float | None, form: str = ".4g") -> str:
-    return "–" if value is None else format(value, form)
+def seeds_words(summary: Mapping[str, Any]) -> str:
+    """Return with how many seeds everything ran."""
+    return f"{len(summary['seeds'])} seed" + ("s" if len(summary["seeds"]) > 1 else "")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
 
 
 def _bytes(count: int) -> str:
@@ -64,9 +60,9 @@ def _data_line(task: Mapping[str, Any] | None) -> str:
 
 def _paper_number(number: float | Sequence[float] | None) -> str:
     """Return the paper's accuracy as it prints it: a mean, with a deviation where it gives one."""
-    if number is None:
-        return "–"
-    return f"{number[0]:.4g} ± {number[1]:.4g}" if isinstance(number, Sequence) else f"{number:.4g}"
+    if isinstance(number, Sequence):
+        return f"{number[0]:.4g} ± {number[1]:.4g}"
+    return _number(number)
 
 
 def _paper_line(paper: Mapping[str, Any]) -> str:
@@ -75,35 +71,39 @@ def _paper_line(paper: Mapping[str, Any]) -> str:
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print one run's summary."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     final, best = summary["final_test_accuracy"], summary["best_test_accuracy"]
+    accuracy = "–" if final is None else f"{final:.2%} (best {best:.2%}, round {summary['best_round']})"
+    scores = [("test accuracy", accuracy), ("test loss", _number(summary["final_test_loss"]))]
+    if summary.get("final_validation_accuracy") is not None:
+        final, best = summary["final_validation_accuracy"], summary["best_validation_accuracy"]
+        scores[0] = ("validation accuracy", f"{final:.2%} (best {best:.2%})")
+    if summary.get("final_validation_loss") is not None:
+        scores[1] = ("validation loss", _number(summary["final_validation_loss"]))
     communication, updates = summary["communication_rounds"], summary["local_updates"]
     rows = [
         ("algorithm", f"{summary['algorithm']}, seed {summary['seed']}"),
         ("data", _data_line(summary["task"])),
-        ("test accuracy", "–" if final is None else f"{final:.2%} (best {best:.2%}, round {summary['best_round']})"),
-        ("test loss", _number(summary["final_test_loss"])),
+        ("scale", summary.get("scale")),
+        *scores,
         ("training loss", _number(summary["final_train_loss"])),
         ("r(x)", _number(summary["final_r"])),
         ("rounds", f"{summary['rounds']} ({communication} of communication, {updates:,} local updates)"),
         ("sent", f"{_bytes(summary['bytes_down'])} down, {_bytes(summary['bytes_up'])} up"),
+        ("paper", _paper_words(summary.get("paper"))),
         ("time", f"{summary['seconds']:.1f} s"),
-        ("folder", str(folder)),
+        ("folder", folder),
     ]
-    if summary.get("final_validation_accuracy") is not None:
-        final, best = summary["final_validation_accuracy"], summary["best_validation_accuracy"]
-        rows[2] = ("validation accuracy", f"{final:.2%} (best {best:.2%})")
-    if summary.get("final_validation_loss") is not None:
-        rows[3] = ("validation loss", _number(summary["final_validation_loss"]))
-    if summary.get("scale"):
-        rows.insert(2, ("scale", summary["scale"]))
-    if summary.get("paper"):
-        number = summary["paper"]["test_accuracy"]
-        text = "" if number is None else f"test accuracy {_paper_number(number)} % ("
-        rows.insert(-2, ("paper", text + _paper_line(summary["paper"]) + (")" if text else "")))
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, text in rows:
-        table.add_row(f"[bold]{name}[/bold]", plain(text))
+        if text or name == "data":
+            table.add_row(f"[bold]{name}[/bold]", plain(text))
     console.print(table)
+
+
+def _paper_words(paper: Mapping[str, Any] | None) -> str | None:
+    if not paper or paper["test_accuracy"] is None:
+        return _paper_line(paper) if paper else None
+    return f"test accuracy {_paper_number(paper['test_accuracy'])} % ({_paper_line(paper)})"
 
 
 def _target_cell(entry: Mapping[str, Any]) -> str:
@@ -114,55 +114,39 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
     return spread_words(spread, ".1f") + partly
 
 
-def _seeds(summary: Mapping[str, Any]) -> str:
-    return f"{len(summary['seeds'])} seed" + ("s" if len(summary["seeds"]) > 1 else "")
-
-
 def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print a comparison's table."""
-    target = summary["target_accuracy"]
-    spent = {entry.get("communication_rounds") for entry in summary["algorithms"]} - {None}
+    entries, paper, target = summary["algorithms"], summary.get("paper"), summary["target_accuracy"]
+    spent = {entry.get("communication_rounds") for entry in entries} - {None}
     most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
-    table = Table(title=plain(f"{summary['name']}, {_seeds(summary)}, {most}"))
-    paper = summary.get("paper")
-    table.add_column("algorithm", style="bold")
     on = plain(summary.get("scored_on", "test"))
-    scored = any(entry[f"best_{on}_accuracy"] for entry in summary["algorithms"])
-    for name in (f"best {on} accuracy, %", f"final {on} accuracy, %") if scored else (f"final {on} loss",):
+    scored = any(entry[f"best_{on}_accuracy"] for entry in entries)
+    columns = [f"best {on} accuracy, %", f"final {on} accuracy, %"] if scored else [f"final {on} loss"]
+    columns += ["communication rounds" + (f" to {100 * target:.4g} %" if target else ""), "final r(x)"]
+    table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {most}"))
+    table.add_column("algorithm", style="bold")
+    for name in [*columns, "paper, %"] if paper else columns:
         table.add_column(name, justify="right")
-    table.add_column("communication rounds" + (f" to {100 * target:.4g} %" if target else ""), justify="right")
-    table.add_column("final r(x)", justify="right")
-    if paper:
-        table.add_column("paper, %", justify="right")
-    for entry in summary["algorithms"]:
+    for entry in entries:
         failed = sum(run["failure"] is not None for run in entry["runs"])
         name = plain(entry["name"]) + (f" ({failed} of {len(entry['runs'])} diverged)" if failed else "")
-        table.add_row(
-            name,
-            *(
-                (_percent(entry[f"best_{on}_accuracy"]), _percent(entry[f"final_{on}_accuracy"]))
-                if scored
-                else (spread_words(entry[f"final_{on}_loss"], ".4g"),)
-            ),
-            _target_cell(entry),
-            spread_words(entry["final_r"], ".2g"),
-            *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []),
-        )
+        cells = [spread_words(entry[f"final_{on}_loss"], ".4g")]
+        if scored:
+            cells = [spread_words(entry[f"{which}_{on}_accuracy"], ".2f", 100.0) for which in ("best", "final")]
+        cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
+        table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []))
     console.print(table)
-    if summary["task"]:
-        console.print(plain(_data_line(summary["task"])), soft_wrap=True)
-    if summary.get("scale"):
-        console.print(plain(f"scale: {summary['scale']}"), soft_wrap=True)
-    if paper:
-        console.print(plain(f"paper: {_paper_line(paper)}"), soft_wrap=True)
-    console.print(
-        "mean ± standard deviation over the seeds; a round with a gradient phase counts as two", soft_wrap=True
-    )
-    if (folder / CURVES).exists():
-        console.print(f"curves: {plain(str(folder / CURVES))}", soft_wrap=True)
-    console.print(f"summary: {plain(str(folder / SUMMARY))}", soft_wrap=True)
-    if (folder / REPORT).exists():
-        console.print(f"report: {plain(str(folder / REPORT))}", soft_wrap=True)
+    lines = [
+        _data_line(summary["task"]),
+        f"scale: {summary['scale']}" if summary.get("scale") else "",
+        f"paper: {_paper_line(paper)}" if paper else "",
+        "mean ± standard deviation over the seeds; a round with a gradient phase counts as two",
+        f"curves: {folder / CURVES}" if (folder / CURVES).exists() else "",
+        f"summary: {folder / SUMMARY}",
+        f"report: {folder / REPORT}" if (folder / REPORT).exists() else "",
+    ]
+    for line in filter(None, lines):
+        console.print(plain(line), soft_wrap=True)
 
 
 def describe_tasks() -> list[dict[str, Any]]:
@@ -194,27 +178,27 @@ def load_shown(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise GradalignError(f"there is no folder {folder}")
     summary = read_table(folder / SUMMARY) if is_there(folder / SUMMARY) else None
+    known = {"complete": summary is not None, "summary": summary}
     if is_there(folder / SPEC):
         rows = read_metrics(folder) if is_there(folder / METRICS) else []
         return {
             "kind": "run",
             "spec": read_spec(folder),
-            "complete": summary is not None,
             "checkpoint": is_there(folder / CHECKPOINT),
             "last_row": rows[-1] if rows else None,
-            "summary": summary,
+            **known,
         }
     if is_there(folder / SWEEP):
-        return {"kind": "sweep", "complete": summary is not None, "summary": summary}
+        return {"kind": "sweep", **known}
     if summary is not None:
-        return {"kind": "comparison", "complete": True, "summary": summary}
+        return {"kind": "comparison", **known}
     raise GradalignError(
         f"{folder} is neither a run folder nor a finished comparison or sweep: it has no {SPEC} and no {SUMMARY}"
     )
 
 
 @contextmanager
-def summaries_explained(folder: Path) -> Iterator[None]:
+def _summaries_explained(folder: Path) -> Iterator[None]:
     """Say in one sentence that a summary is not one, wherever a number or a word in it is missing or another thing."""
     try:
         yield
@@ -227,14 +211,17 @@ def summaries_explained(folder: Path) -> Iterator[None]:
 
 def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
     """Print what ``gradalign show`` found."""
-    with summaries_explained(folder):
-        if shown["kind"] == "comparison":
-            print_comparison(console, shown["summary"], folder)
-            return
-        for line in tomli_w.dumps(shown["spec"]).splitlines():
+    from gradalign.cli.sweep import print_sweep
+
+    printers = {"run": print_summary, "comparison": print_comparison, "sweep": print_sweep}
+    with _summaries_explained(folder):
+        for line in tomli_w.dumps(shown["spec"]).splitlines() if "spec" in shown else ():
             console.print(plain(line), soft_wrap=True)
         if shown["complete"]:
-            print_summary(console, shown["summary"], folder)
+            printers[shown["kind"]](console, shown["summary"], folder)
             return
-    done, rounds = shown["last_row"]["round"] if shown["last_row"] else 0, shown["spec"].get("rounds", "?")
-    console.print(plain(f"not complete: {done} of {rounds} rounds written; continue it with --resume"), soft_wrap=True)
+    todo = "continue it with the command that began it"
+    if shown["kind"] == "run":
+        done, rounds = (shown["last_row"] or {}).get("round", 0), shown["spec"].get("rounds", "?")
+        todo = f"{done} of {rounds} rounds written; continue it with --resume"
+    console.print(plain(f"not complete: {todo}"), soft_wrap=True)

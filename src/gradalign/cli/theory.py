@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
-from gradalign.cli.common import AsJson, Device, plain_errors
+from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json
 
 if TYPE_CHECKING:
     from gradalign.tasks.task import Task
     from gradalign.theory import Check
     from gradalign.theory.diagnose import Diagnosis
 
-Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of everything random.")]
-
-
-def _print_json(data: Any) -> None:
-    def finite(value: Any) -> Any:
-        """Write null for what JSON has no word for."""
-        if isinstance(value, dict):
-            return {key: finite(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(part) for part in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    print(json.dumps(finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+Seed = Annotated[int, Option(min=0, help="The seed of everything random.")]
 
 
 def _task(name: str, seed: int, settings: Sequence[str] = ()) -> Task:
@@ -48,7 +34,7 @@ def _mark(check: Check, text: str) -> str:
     return f"[green]{text} pass[/green]" if check.passed else f"[bold red]{text} FAIL[/bold red]"
 
 
-def orders_table(checks: Sequence[Check]) -> Table:
+def _orders_table(checks: Sequence[Check]) -> Table:
     """Return the table of the claims about orders: one row per claim, one column per problem."""
     found = {(check.number, check.problem): check for check in checks if check.predicted is not None}
     problems = list(dict.fromkeys(problem for _, problem in found))
@@ -56,16 +42,16 @@ def orders_table(checks: Sequence[Check]) -> Table:
     for name in ("", "remainder", "in", "order"):
         table.add_column(name, overflow="fold")
     for problem in problems:
-        table.add_column(escape(problem), justify="right", min_width=10)
+        table.add_column(plain(problem), justify="right", min_width=10)
     for number in dict.fromkeys(number for number, _ in found):
         row = [found.get((number, problem)) for problem in problems]
         first = next(check for check in row if check is not None)
         cells = ["–" if check is None else _mark(check, f"{check.measured:.3f}") for check in row]
-        table.add_row(number, escape(first.claim), first.symbol, f"{first.predicted:g}", *cells)
+        table.add_row(number, plain(first.claim), first.symbol, f"{first.predicted:g}", *cells)
     return table
 
 
-def limits_table(checks: Sequence[Check]) -> Table:
+def _limits_table(checks: Sequence[Check]) -> Table:
     """Return the table of the claims with a bound."""
     table = Table(title="Claims with a bound", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", "claim", "problem", "what"):
@@ -73,29 +59,26 @@ def limits_table(checks: Sequence[Check]) -> Table:
     for name in ("at most", "measured"):
         table.add_column(name, justify="right", no_wrap=True)
     for check in (check for check in checks if check.bound is not None):
-        words = (escape(check.claim), escape(check.problem), escape(check.symbol))
+        words = (plain(check.claim), plain(check.problem), plain(check.symbol))
         table.add_row(check.number, *words, f"{check.bound:.2g}", _mark(check, f"{check.measured:.2g}"))
     return table
 
 
 def _print_checks(checks: Sequence[Check], console: Console) -> None:
-    console.print(orders_table(checks))
-    console.print(limits_table(checks))
+    console.print(_orders_table(checks))
+    console.print(_limits_table(checks))
     noted = [check for check in checks if check.note]
     for note in dict.fromkeys(f"{'Finding, ' if c.finding else ''}{c.number}: {c.note}" for c in noted):
-        console.print(escape(note), highlight=False)
+        console.print(plain(note), highlight=False)
     failed = sum(not check.passed for check in checks)
     console.print(f"{len(checks) - failed} of {len(checks)} checks passed" + (f", {failed} failed" if failed else ""))
 
 
 def verify(
     as_json: AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the slopes to this file (.png, .svg, .pdf).")
-    ] = None,
+    plot: Annotated[Path | None, Option(help="Draw the slopes to this file (.png, .svg, .pdf).")] = None,
     task: Annotated[
-        str | None,
-        typer.Option("--task", help="Check on this task's first clients: a name, or package.module:function."),
+        str | None, Option(help="Check on this task's first clients: a name, or package.module:function.")
     ] = None,
     seed: Seed = 0,
 ) -> None:
@@ -111,7 +94,7 @@ def verify(
         if plot is not None:
             plot_checks(checks, plot)
         if as_json:
-            _print_json({"passed": all(check.passed for check in checks), "checks": [asdict(c) for c in checks]})
+            print_json({"passed": all(check.passed for check in checks), "checks": [asdict(c) for c in checks]})
         else:
             _print_checks(checks, Console())
     if not all(check.passed for check in checks):
@@ -122,57 +105,45 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.3g}"
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("measured", f"{found.clients} clients, {found.examples:,} examples, at the model's first point")
-    table.add_row(
-        "‖ḡ − g_i‖ / ‖ḡ‖",
-        f"median {number(found.relative_median)}, from {number(found.relative_min)} to {number(found.relative_max)}; "
-        f"‖ḡ‖ = {number(found.mean_norm)}",
-    )
-    random = "no random split can be made"
-    if found.splits:
-        low, high = number(found.r_random_low), number(found.r_random_high)
-        random = (
-            f"{found.splits} random splits of the same examples: mean {number(found.r_random)}, from {low} to {high}"
-        )
-    table.add_row("r(x)", f"{number(found.r)}; {random}")
+    def span(low: float | None, high: float | None) -> str:
+        return f"from {number(low)} to {number(high)}"
+
+    random = f"{found.splits} random splits of the same examples: mean {number(found.r_random)}, "
+    random += span(found.r_random_low, found.r_random_high)
     least = " at most" if found.p_value is not None and found.p_value * (found.splits + 1) < 1.5 else ""
-    table.add_row("p", f"{number(found.p_value)}{least}, the chance that random clients disagree as much")
-    table.add_row(
-        "cosine between clients", f"{number(found.between)}; after a random split {number(found.between_random)}"
-    )
-    table.add_row("cosine within clients", f"{number(found.within)}, between two halves of one client")
-    table.add_row("sampling noise", f"{number(found.chance)} of the disagreement, estimated from the halves")
-    searched = "none: the gradients, or their differences, are 0 up to rounding"
-    if found.beta_low is not None:
-        searched = (
-            f"{number(found.beta_low)} to {number(found.beta_high)}: ¼ to 1 times αK‖ḡ‖ / rms‖ḡ − g_i‖, "
-            f"α = {found.lr:g}, K = {found.steps}"
-        )
-    table.add_row("β to search", searched)
-    table.add_row("SCAFFOLD's β", f"{number(found.beta_scaffold)} = α(K−1)/2")
-    console.print(f"[bold]{escape(found.task)}[/bold]")
+    search = f"{number(found.beta_low)} to {number(found.beta_high)}: ¼ to 1 times αK‖ḡ‖ / rms‖ḡ − g_i‖, "
+    search += f"α = {found.lr:g}, K = {found.steps}"
+    if found.beta_low is None:
+        search = "none: the gradients, or their differences, are 0 up to rounding"
+    relative = f"median {number(found.relative_median)}, {span(found.relative_min, found.relative_max)}"
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, text in {
+        "measured": f"{found.clients} clients, {found.examples:,} examples, at the model's first point",
+        "‖ḡ − g_i‖ / ‖ḡ‖": f"{relative}; ‖ḡ‖ = {number(found.mean_norm)}",
+        "r(x)": f"{number(found.r)}; {random if found.splits else 'no random split can be made'}",
+        "p": f"{number(found.p_value)}{least}, the chance that random clients disagree as much",
+        "cosine between clients": f"{number(found.between)}; after a random split {number(found.between_random)}",
+        "cosine within clients": f"{number(found.within)}, between two halves of one client",
+        "sampling noise": f"{number(found.chance)} of the disagreement, estimated from the halves",
+        "β to search": search,
+        "SCAFFOLD's β": f"{number(found.beta_scaffold)} = α(K−1)/2",
+    }.items():
+        table.add_row(name, text)
+    console.print(f"[bold]{plain(found.task)}[/bold]")
     console.print(table)
-    console.print(f"\n{escape(found.sentence)}", highlight=False)
+    console.print(f"\n{plain(found.sentence)}", highlight=False)
 
 
 def diagnose(
-    task: Annotated[str, typer.Argument(help="A task's name, or package.module:function.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the task, e.g. partition=iid; may be repeated."),
-    ] = None,
+    task: Annotated[str, Argument(help="A task's name, or package.module:function.")],
+    settings: TaskSettings = None,
     as_json: AsJson = False,
     seed: Seed = 0,
-    clients: Annotated[int, typer.Option("--clients", help="Measure at most this many clients.")] = 20,
-    examples: Annotated[
-        int | None, typer.Option("--examples", help="Use at most this many examples of each client.")
-    ] = None,
-    splits: Annotated[
-        int, typer.Option("--splits", help="Random splits to compare with; each costs a pass over the examples.")
-    ] = 19,
-    lr: Annotated[float, typer.Option("--lr", help="α, the local learning rate you will train with.")] = 0.1,
-    steps: Annotated[int, typer.Option("--steps", help="K, the local steps of a round.")] = 10,
+    clients: Annotated[int, Option(help="Measure at most this many clients.")] = 20,
+    examples: Annotated[int | None, Option(help="Use at most this many examples of each client.")] = None,
+    splits: Annotated[int, Option(help="Random splits to compare with; each costs a pass over the examples.")] = 19,
+    lr: Annotated[float, Option(help="α, the local learning rate you will train with.")] = 0.1,
+    steps: Annotated[int, Option(help="K, the local steps of a round.")] = 10,
     device: Device = "cpu",
 ) -> None:
     """Say before training whether the clients' gradients disagree more than by chance, and suggest a β."""
@@ -186,12 +157,12 @@ def diagnose(
             made, lr=lr, steps=steps, clients=clients, examples=examples, splits=splits, seed=seed, device=device
         )
         if as_json:
-            _print_json(asdict(found))
+            print_json(asdict(found))
         else:
             _print_diagnosis(found, Console())
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to the application."""
+    """Add both commands to an application."""
     app.command()(verify)
     app.command()(diagnose)

@@ -1,54 +1,72 @@
-"""Carries a sweep out: the stages of the search, then the finalists, alone or beside other processes."""
+"""Carries a sweep out: the stages of the search, the finalists, the results; alone or beside other processes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from optuna.pruners import BasePruner, NopPruner
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage
 
 from gradalign.api import RunOptions
-from gradalign.runs import TRIALS
+from gradalign.report import write_report
+from gradalign.runs import METRICS, REPORT, TRIALS
+from gradalign.sweep import protocol
 from gradalign.sweep.grid import describe_point
-from gradalign.sweep.plan import SweepPlan
-from gradalign.sweep.protocol import Outcome, Stage, are_accuracies, finalists_of, rank, tune
-from gradalign.sweep.pruner import BelowBestPruner
-from gradalign.sweep.study import ClaimedTrial, Job, StageStudy
-from gradalign.sweep.trial import TrialRunner, folder_name
-from gradalign.sweep.workers import Worker
-from gradalign.tracking.sweep_progress import SweepBar, score_words
+from gradalign.sweep.plan import SweepPlan, TrialRunner, folder_name
+from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, BelowBestPruner, Found, Outcome, Stage
+from gradalign.sweep.results import TrialsFile, write_results
+from gradalign.sweep.storage import opened
+from gradalign.sweep.study import ClaimedTrial, Job, StageStudy, Worker, working_in
+from gradalign.tracking.sweep_progress import SweepBar, score_words, sweep_bar
 
 _POLL_SECONDS = 0.5
-FINALISTS, TEST, TEST_BETA = "finalists", "test", "test-beta"
 _FINAL = (FINALISTS, TEST, TEST_BETA)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """All outcomes of a sweep.
+def run_sweep(
+    plan: SweepPlan, folder: Path, options: RunOptions, *, storage: str | None, study: str | None, show: bool
+) -> dict[str, Any]:
+    """Carry a sweep out, or what is left of it, and return its summary.
 
-    Attributes:
-        tuned: The search's trials of the algorithm.
-        baseline: The search's trials of the algorithm without alignment.
-        finalists: The best of ``tuned``, best first.
-        validated: The finalists with the further seeds, on held-out training data.
-        tested: The finalists with all seeds, trained on all training data and scored on the test set.
-        tested_betas: Every β of the search likewise, with one seed, when it was asked for.
+    Args:
+        plan: What is swept.
+        folder: Where everything goes; processes that share it share the work.
+        options: How trials are run.
+        storage: The URL of a database for many machines; None keeps a journal in the folder.
+        study: The name under which the storage holds the sweep; None takes the plan's.
+        show: Whether to show a progress bar.
     """
+    study = study or plan.name
+    trials = TrialsFile(folder, plan)
+    with (
+        opened(folder, storage, study, plan.describe()) as database,
+        working_in(folder) as worker,
+        sweep_bar(_sizes(plan), show=show) as bar,
+    ):
+        found = SweepRunner(plan, folder, database, study, worker, options, bar, trials.write).run()
+    summary = write_results(folder, plan, found)
+    return summary | {"folder": str(folder), "report": _write_report(folder, found)}
 
-    tuned: list[Outcome]
-    baseline: list[Outcome]
-    finalists: list[Outcome]
-    validated: list[Outcome]
-    tested: list[Outcome]
-    tested_betas: list[Outcome]
 
-    def all(self) -> list[Outcome]:
-        """Return every trial, in the order of the stages."""
-        return [*self.baseline, *self.tuned, *self.validated, *self.tested, *self.tested_betas]
+def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
+    """Return (stage, trials, rounds) as far as they are known before the first trial."""
+    sizes = [(name, trials, plan.spec(entry, {}).rounds) for name, entry, trials in plan.search.sizes()]
+    rounds = plan.spec(plan.search.entry, {}).rounds
+    finalists = min(plan.finalists, sum(trials for name, trials, _ in sizes if name != "baseline"))
+    betas = sum(trials for name, trials, _ in sizes if name.startswith("beta-"))
+    later = [(FINALISTS, finalists * (plan.seeds - 1), rounds)] if plan.seeds > 1 else []
+    figure = [(TEST_BETA, betas, rounds)] if plan.test_beta else []
+    return [*sizes, *later, (TEST, finalists * plan.seeds, rounds), *figure]
+
+
+def _write_report(folder: Path, found: Found) -> str | None:
+    """Write the report page of the finalists' test runs that lie in this folder; return where it is."""
+    runs = [folder / one.facts["folder"] for one in found.tested if "folder" in one.facts]
+    runs = [run for run in runs if (run / METRICS).exists()]
+    return str(write_report(runs, folder / REPORT)) if runs else None
 
 
 class SweepRunner:
@@ -58,29 +76,26 @@ class SweepRunner:
         self,
         plan: SweepPlan,
         folder: Path,
-        storage: RDBStorage,
+        storage: BaseStorage,
         study: str,
         worker: Worker,
-        where: RunOptions,
+        options: RunOptions,
         bar: SweepBar,
-        on_outcomes: Callable[[Sequence[Outcome]], None] | None = None,
+        on_outcomes: Callable[[Sequence[Outcome]], None],
     ) -> None:
         self._plan, self._folder, self._storage, self._study = plan, folder, storage, study
         self._worker, self._bar, self._on_outcomes = worker, bar, on_outcomes
-        self._runner = TrialRunner(where, plan.stop_after)
+        self._runner = TrialRunner(options, plan.stop_after)
         self._outcomes: dict[str, list[Outcome]] = {}
-        self._stages = len(plan.search.sizes()) + (2 if plan.seeds > 1 else 1) + plan.test_beta
+        self._stages = len(_sizes(plan))
 
     def run(self) -> Found:
         """Go through all stages; what other processes do is waited for, what is done already is taken as it is."""
-        tuned, baseline = tune(self._plan.search, self._search_stage)
-        finalists = finalists_of(tuned, self._plan.finalists)
+        tuned, baseline = protocol.tune(self._plan.search, self._search_stage)
+        finalists = protocol.finalists_of(tuned, self._plan.finalists)
         seeds = range(self._plan.seed, self._plan.seed + self._plan.seeds)
-        jobs = [
-            Job(slot=place * len(seeds) + i, seed=seed, point=one.point)
-            for place, one in enumerate(finalists)
-            for i, seed in enumerate(seeds)
-        ]
+        pairs = [(one.point, seed) for one in finalists for seed in seeds]
+        jobs = [Job(slot=slot, seed=seed, point=point) for slot, (point, seed) in enumerate(pairs)]
         later = [job for job in jobs if job.seed != self._plan.seed]
         validated = self._final_stage(FINALISTS, later, "on held-out training data") if later else []
         tested = self._final_stage(TEST, jobs, "trained on all training data, scored on the test set")
@@ -123,7 +138,7 @@ class SweepRunner:
 
     def _work(self, stage: Stage, jobs: list[Job], pruner: BasePruner, what: str) -> list[Outcome]:
         """Do what nobody else does of a stage, wait for the rest, and return all of it."""
-        book = StageStudy(
+        study = StageStudy(
             self._storage,
             f"{self._study}/{stage.name}",
             self._worker,
@@ -132,17 +147,14 @@ class SweepRunner:
             pruner=pruner,
             seed=self._plan.seed,
         )
-        number = len(self._outcomes) + 1
-        self._bar.say(
-            f"stage {number} of {self._stages}, {stage.name}: {what}; {len(jobs)} trial{'s' * (len(jobs) != 1)}"
-        )
-        rounds = self._plan.spec(stage.entry, {}).rounds
-        self._bar.begin(stage.name, len(jobs), rounds)
+        place = f"stage {len(self._outcomes) + 1} of {self._stages}, {stage.name}"
+        self._bar.say(f"{place}: {what}; {len(jobs)} trial{'s' * (len(jobs) != 1)}")
+        self._bar.begin(stage.name, len(jobs), self._plan.spec(stage.entry, {}).rounds)
         while True:
-            outcomes = self._note(book, stage, jobs)
-            claim = book.claim(jobs)
+            outcomes = self._note(study, stage, jobs)
+            claim = study.claim(jobs)
             if claim is not None:
-                self._try(book, stage, claim)
+                self._try(study, stage, claim)
             elif sum(one.state != "running" for one in outcomes) == len(jobs):
                 break
             else:
@@ -150,16 +162,15 @@ class SweepRunner:
         self._bar.say("  " + _verdict(outcomes))
         return outcomes
 
-    def _note(self, book: StageStudy, stage: Stage, jobs: list[Job]) -> list[Outcome]:
-        outcomes = book.outcomes(jobs, stage.name, stage.entry)
+    def _note(self, study: StageStudy, stage: Stage, jobs: list[Job]) -> list[Outcome]:
+        outcomes = study.outcomes(jobs, stage.name, stage.entry)
         running = sum(one.state == "running" for one in outcomes)
         self._bar.settled(len(outcomes) - running, running)
         self._outcomes[stage.name] = outcomes
-        if self._on_outcomes is not None:
-            self._on_outcomes([one for stage_outcomes in self._outcomes.values() for one in stage_outcomes])
+        self._on_outcomes([one for stage_outcomes in self._outcomes.values() for one in stage_outcomes])
         return outcomes
 
-    def _try(self, book: StageStudy, stage: Stage, claim: ClaimedTrial) -> None:
+    def _try(self, study: StageStudy, stage: Stage, claim: ClaimedTrial) -> None:
         """Do one trial; whatever stops it gives it back."""
         job, test = claim.job, stage.name in (TEST, TEST_BETA)
         searching = stage.name not in _FINAL
@@ -167,12 +178,12 @@ class SweepRunner:
         place = Path(TRIALS) / stage.name / name
         try:
             spec = self._plan.spec(stage.entry, claim.point, job.seed, test=test)
-            with book.beating(claim):
+            with study.beating(claim):
                 ended = self._runner.run(spec, self._folder / place, claim.trial if searching else None, self._bar.row)
         except BaseException:
-            book.release(claim)
+            study.release(claim)
             raise
-        book.settle(claim, ended.state, ended.score, {**ended.facts, "folder": str(place)})
+        study.settle(claim, ended.state, ended.score, {**ended.facts, "folder": str(place)})
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> str:
@@ -184,6 +195,6 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     complete = [one for one in outcomes if one.score is not None]
     if not complete or complete[0].stage in _FINAL:  # of those, means over the seeds are what counts
         return ", ".join(words)
-    best = max(complete, key=rank)
-    score = score_words(best.score or 0.0, accuracies=are_accuracies(outcomes))
+    best = max(complete, key=protocol.rank)
+    score = score_words(best.score or 0.0, accuracies=protocol.are_accuracies(outcomes))
     return f"{', '.join(words)}; best {describe_point(best.point)}: validation {score}"

@@ -6,6 +6,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -32,7 +33,6 @@ PLACES: dict[str, tuple[str, str]] = {
     "alpha": ("algorithm", "alpha"),
 }
 _OTHER_NAMES = {"batch_size": "batch", "k": "K", "steps": "K", "local_steps": "K", "wd": "weight_decay"}
-_OF_ALGORITHMS = ("beta", "mu", "alpha")
 FINE = "beta_fine"
 
 # The paper's values, and those of the papers of FedProx and FedDyn.
@@ -70,15 +70,11 @@ def parse_grid(words: Iterable[str]) -> Lists:
 def _number(name: str, text: str) -> Value:
     if name == "batch" and text == "whole":
         return text
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        allowed = 'numbers, or "whole" for all of a client' if name == "batch" else "numbers"
-        raise GradalignError(f'--grid {name}: "{text}" is not a number; its values must be {allowed}') from None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    allowed = 'numbers, or "whole" for all of a client' if name == "batch" else "numbers"
+    raise GradalignError(f'--grid {name}: "{text}" is not a number; its values must be {allowed}')
 
 
 def _distinct(values: Iterable[Value]) -> list[Value]:
@@ -98,11 +94,8 @@ def default_lists(spec: Spec) -> Lists:
         lists["epochs"] = sorted({*_EPOCHS, local.epochs or 1})
     else:
         lists["K"] = sorted({*_STEPS, local.steps})
-    return lists | {name: list(_OWN_VALUES[name]) for name in _OF_ALGORITHMS if name in _parameters(spec)}
-
-
-def _parameters(spec: Spec) -> set[str]:
-    return accepted_parameters(spec.algorithm.name)
+    own = accepted_parameters(spec.algorithm.name)
+    return lists | {name: list(values) for name, values in _OWN_VALUES.items() if name in own}
 
 
 def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
@@ -122,18 +115,16 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
             if name in layer:
                 lists.pop(other, None)
         lists |= layer
-    foreign = [name for name in (*_OF_ALGORITHMS, FINE) if name.removesuffix("_fine") not in _parameters(spec)]
-    wrong = [name for name in foreign if name in given]
+    own = accepted_parameters(spec.algorithm.name)
+    not_its_own = [name for name in (*_OWN_VALUES, FINE) if name.removesuffix("_fine") not in own]
+    wrong = [name for name in not_its_own if name in given]
     if wrong:
         raise GradalignError(f"--grid {wrong[0]}: {spec.algorithm.name} has no such parameter")
-    if _one_step(spec) and not {"K", "epochs"} & set(given):
+    parts = [ALGORITHMS[name] for name in algorithm_names(spec.algorithm.name) if name in ALGORITHMS]
+    if any(part.one_step for part in parts) and not {"K", "epochs"} & set(given):
         lists.pop("epochs", None)
         lists["K"] = [1]
-    return {name: values for name, values in lists.items() if name not in foreign}
-
-
-def _one_step(spec: Spec) -> bool:
-    return any(ALGORITHMS[name].one_step for name in algorithm_names(spec.algorithm.name) if name in ALGORITHMS)
+    return {name: values for name, values in lists.items() if name not in not_its_own}
 
 
 def apply_point(tables: Mapping[str, Any], point: Mapping[str, Value]) -> dict[str, Any]:

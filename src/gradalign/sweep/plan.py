@@ -1,31 +1,31 @@
-"""Everything a sweep has decided before its first trial, checked, and its folder."""
+"""A sweep decided and checked before its first trial; and one trial, which is a run of its own."""
 
 from __future__ import annotations
 
-import time
-import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import tomli_w
+import optuna
 from pydantic import ValidationError
 
-from gradalign.errors import FolderInUseError, GradalignError
-from gradalign.recipes.build import build_federation
+from gradalign.api import RunOptions, run_spec
+from gradalign.errors import DivergedError, GradalignError
+from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.recipe import Recipe, unused_changes
-from gradalign.recipes.spec import Spec, SweepSpec, explain
-from gradalign.runs import COMPARISON, SPEC, SWEEP
-from gradalign.runs.folder import differing_fields, locked, read_toml, refuse_strangers, write_toml
-from gradalign.sweep.grid import Lists, Point, choose_lists, combinations
-from gradalign.sweep.protocol import Search, baseline_of
-from gradalign.sweep.trial import trial_spec
+from gradalign.recipes.scale import apply_scale
+from gradalign.recipes.spec import Spec, SweepSpec, explain, merge, validate
+from gradalign.runs import METRICS, safe_name
+from gradalign.runs.folder import read_metrics
+from gradalign.server.measure import Row
+from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, combinations, shown
+from gradalign.sweep.protocol import Search, State, baseline_of
 from gradalign.tasks.task import Task
 
-DATABASE = "study.db"
-DEFAULT_TRIALS = 40
+Scored = Literal["validation", "test"]
+_DEFAULT_TRIALS = 40
+_SCORES = 20  # validation scores in a trial: often enough that one lies near the round where trials may end early
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,11 @@ class SweepPlan:
     """A sweep, checked.
 
     Attributes:
-        recipe: What is tuned.
-        search: The algorithm, the one it takes values from, the lists.
         seed: The seed of the search, and the first of the finalists'.
         holdout: The share of each client that is held out for validation.
         stop_after: The share of the rounds after which a trial may be ended early.
         margin: How far below the best that is; see ``clearly_below``.
-        finalists: How many of the best trials go on.
-        seeds: With how many seeds they do.
+        finalists: How many of the best trials go on, with ``seeds`` seeds each.
         test_beta: Whether every β of the search is scored on the test set in the end, for the paper's figure.
     """
 
@@ -110,32 +107,25 @@ def plain(data: Any) -> Any:
 
 def plan_sweep(recipe: Recipe, algorithm: str | None, given: Lists, choices: Choices) -> SweepPlan:
     """Decide everything and check it, so that no mistake shows itself after hours."""
-    numbers = {name: getattr(choices, name) for name in ("holdout", "stop_after", "margin", "finalists", "seeds")}
+    defaults: dict[str, Any] = {"holdout": 0.1, "stop_after": 0.2, "margin": 0.2, "finalists": 3, "seeds": 3}
+    chosen = {name: getattr(choices, name) for name in defaults}
     try:
-        SweepSpec.model_validate(numbers)
+        SweepSpec.model_validate(chosen)
     except ValidationError as error:
         raise explain(error, "sweep", SweepSpec) from None
+    for layer in (recipe.sweep.model_dump(include=set(defaults)), chosen):
+        defaults |= {name: value for name, value in layer.items() if value is not None}
     own = recipe.spec()
     entry = algorithm or own.algorithm.name
     spec = recipe.spec_for(entry, own.seed)
-    lists = choose_lists(spec, recipe.sweep, given)
-    section = recipe.sweep
-
-    def choose(name: str, default: float) -> Any:
-        chosen, stated = getattr(choices, name), getattr(section, name)
-        return chosen if chosen is not None else stated if stated is not None else default
-
     baseline = baseline_of(spec.algorithm.name)
+    lists = choose_lists(spec, recipe.sweep, given)
     plan = SweepPlan(
         recipe=recipe,
         search=Search(entry=entry, baseline=baseline, lists=lists, trials=_trials(choices)),
         seed=own.seed,
-        holdout=choose("holdout", 0.1),
-        stop_after=choose("stop_after", 0.2),
-        margin=choose("margin", 0.2),
-        finalists=choose("finalists", 3),
-        seeds=choose("seeds", 3),
         test_beta=choices.test_beta and baseline is not None,
+        **defaults,
     )
     unused = unused_changes(recipe, plan.entries())
     if unused:
@@ -151,7 +141,7 @@ def _trials(choices: Choices) -> int | None:
         raise GradalignError("--trials belongs to --sampler tpe; a grid has as many trials as it has combinations")
     if choices.trials is not None and choices.trials < 1:
         raise GradalignError(f"--trials must be at least 1, got {choices.trials}")
-    return None if choices.sampler == "grid" else choices.trials or DEFAULT_TRIALS
+    return None if choices.sampler == "grid" else choices.trials or _DEFAULT_TRIALS
 
 
 def _check(plan: SweepPlan) -> None:
@@ -159,43 +149,113 @@ def _check(plan: SweepPlan) -> None:
     task: Task | None = None
     for entry in plan.entries():
         lists = plan.search.others if entry == plan.search.baseline else plan.search.lists
-        lists = {name: values for name, values in lists.items() if name != "beta_fine"}
+        lists = {name: values for name, values in lists.items() if name != FINE}
         first = combinations({name: values[:1] for name, values in lists.items()})[0]
         for point in [first] + [first | {name: value} for name, values in lists.items() for value in values[1:]]:
             task = build_federation(plan.spec(entry, point), task).task
 
 
-def open_folder(folder: Path, plan: SweepPlan, storage: str, study: str) -> None:
-    """Make the sweep's folder, or see that it holds this very sweep; several processes may do so at once."""
-    description = tomllib.loads(tomli_w.dumps(plan.describe() | {"storage": storage, "study": study}))
-    with locked_in_turn(folder, 10.0):
-        _claim(folder, description)
+def trial_spec(recipe: Recipe, entry: str, point: Point, seed: int, holdout: float | None) -> Spec:
+    """Return the experiment of one trial.
+
+    A trial of the search holds validation examples out and measures nothing but them, about twenty times. Without
+    ``holdout`` it is the recipe's own experiment on all training data, scored on the test set.
+    """
+    data = apply_point(recipe.tables_for(entry), point)
+    if holdout is not None:
+        data = merge(data, {"clients": {"holdout": holdout}, "measure": {"train_every": 0}})
+    source = f"{recipe.source} ({entry})"
+    data = apply_scale(data, source) | {"seed": seed}
+    if holdout is not None:
+        rounds = validate(data, source).rounds
+        data = merge(data, {"measure": {"test_every": max(1, rounds // _SCORES)}})
+    return validate(data, source)
 
 
-@contextmanager
-def locked_in_turn(folder: Path, seconds: float) -> Iterator[None]:
-    """Hold a folder's lock, waiting up to so many seconds for a process that holds it for a moment."""
-    until = time.monotonic() + seconds
-    with ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(locked(folder))
-                break
-            except FolderInUseError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
-        yield
+def folder_name(slot: int, point: Point) -> str:
+    """Return a readable name for a trial's run folder."""
+    words = "_".join(f"{name}{shown(value)}" for name, value in point.items())
+    return safe_name(f"{slot:03d}_{words}")
 
 
-def _claim(folder: Path, description: Mapping[str, Any]) -> None:
-    if (folder / SWEEP).exists():
-        differing = differing_fields(read_toml(folder / SWEEP), description)
-        if differing:
-            raise GradalignError(f"{folder} holds another sweep: {'; '.join(differing[:3])}; choose another --out")
-        return
-    for file, what in ((SPEC, "a single run"), (COMPARISON, "a comparison")):
-        if (folder / file).exists():
-            raise GradalignError(f"{folder} holds {what}, not a sweep; choose another --out")
-    refuse_strangers(folder, set())
-    write_toml(folder / SWEEP, description)
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended."""
+
+    state: State
+    score: float | None
+    facts: Mapping[str, Any]
+
+
+class TrialRunner:
+    """Runs trials in this process; tasks are made once for each seed."""
+
+    def __init__(self, options: RunOptions, stop_after: float) -> None:
+        self._options, self._stop_after = options, stop_after
+        self._tasks: dict[str, Task] = {}
+
+    def _task(self, spec: Spec) -> Task:
+        key = repr((spec.seed, spec.task, spec.clients.holdout))
+        if key not in self._tasks:
+            self._tasks[key] = task_of(spec)
+        return self._tasks[key]
+
+    def run(self, spec: Spec, folder: Path, trial: optuna.Trial | None, on_row: Callable[[Row], None]) -> Ended:
+        """Run a spec, or what its folder leaves to do; with a trial given, it may be ended early."""
+        scored: Scored = "test" if spec.clients.holdout is None else "validation"
+        threshold = self._stop_after * spec.rounds
+        checked = trial is None
+
+        def note(row: Row) -> None:
+            nonlocal checked
+            on_row(row)
+            if not checked and row["round"] >= threshold:
+                # From the file, because a resumed run's check may lie before the round that it goes on with.
+                checked = _report(trial, read_metrics(folder), threshold, spec.rounds, scored)
+                if checked and trial is not None and trial.should_prune():
+                    raise optuna.TrialPruned
+
+        state: State = "complete"
+        try:
+            name = f"{folder.parent.name}-{folder.name}"  # of the stage and the trial, for trackers
+            options = replace(self._options, out=folder, resume=True, progress=False, name=name)
+            run_spec(spec, options, task=self._task(spec), on_row=note)
+        except DivergedError:
+            state = "diverged"
+        except optuna.TrialPruned:
+            state = "pruned"
+        rows = read_metrics(folder) if (folder / METRICS).exists() else []
+        if not checked:  # the run was complete already, in a process that died before it could say so
+            _report(trial, rows, threshold, spec.rounds, scored)
+        score = _score_of(rows[-1], scored) if state == "complete" else None
+        return Ended(state=state, score=score, facts=_facts(rows, scored, spec))
+
+
+def _score_of(row: Mapping[str, Any], scored: Scored) -> float | None:
+    """Return what is maximised: the accuracy, or minus the loss of a task that has no accuracy."""
+    accuracy, loss = row.get(f"{scored}_accuracy"), row.get(f"{scored}_loss")
+    if accuracy is not None:
+        return float(accuracy)
+    return None if loss is None else -float(loss)
+
+
+def _report(trial: optuna.Trial | None, rows: list[Row], threshold: float, rounds: int, scored: Scored) -> bool:
+    """Report the first score at or after the threshold and before the end; return whether there is one."""
+    for row in rows:
+        score = _score_of(row, scored)
+        if trial is not None and threshold <= row["round"] < rounds and score is not None:
+            trial.report(score, row["round"])
+            return True
+    return False
+
+
+def _facts(rows: list[Row], scored: Scored, spec: Spec) -> dict[str, Any]:
+    measured = [row for row in rows if _score_of(row, scored) is not None]
+    last = measured[-1] if measured else {}
+    return {
+        f"{scored}_accuracy": last.get(f"{scored}_accuracy"),
+        f"{scored}_loss": last.get(f"{scored}_loss"),
+        "rounds_done": rows[-1]["round"] if rows else 0,
+        "rounds": spec.rounds,
+        "seconds": rows[-1]["seconds"] if rows else 0.0,
+    }

@@ -1,4 +1,4 @@
-"""The paper's order of tuning, as pure logic: which trials belong to a stage, and what one stage tells the next.
+"""The paper's order of tuning, without any training: which trials belong to a stage, what one stage tells the next.
 
 For an algorithm with β: the other values are tuned on the algorithm without alignment (FedAvg for FedGA, large-batch
 SGD for GradAlign) and transferred; β is searched on a coarse list, then on a fine one around the best; then the other
@@ -8,28 +8,29 @@ values are tuned again with β fixed. An algorithm without β has one stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import optuna
+from optuna.pruners import BasePruner
+from optuna.trial import FrozenTrial
 
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import algorithm_names
 from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_values, ordered
 
 State = Literal["complete", "pruned", "diverged", "running"]
+FINALISTS, TEST, TEST_BETA = "finalists", "test", "test-beta"
+"""The stages after the search."""
 _WITHOUT_ALIGNMENT = {"fedga": "fedavg", "gradalign": "largebatchsgd"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A set of trials that are chosen together.
+    """A set of trials that are chosen together; ``entry`` is the algorithm, or the entry of the recipe's comparisons.
 
-    Attributes:
-        name: What it is called in tables and folders.
-        entry: The algorithm, or the entry of the recipe's comparisons, that is tuned.
-        lists: The values that vary.
-        fixed: The values that do not.
-        trials: How many trials the TPE sampler makes; None tries every combination.
+    ``trials`` is how many the TPE sampler makes; None tries every combination.
     """
 
     name: str
@@ -48,12 +49,7 @@ class Outcome:
     """What came of one trial.
 
     Attributes:
-        stage: The stage's name.
         slot: Its place in the stage, which decides between equal scores.
-        entry: The algorithm.
-        seed: The seed it ran with.
-        point: The values it ran with.
-        state: How it ended.
         score: What is maximised, known when it is complete: validation accuracy, or minus the loss where there is none.
         check: The round at which early termination is decided, and the score there.
         facts: What else is worth a column: accuracies, rounds done, seconds, folder.
@@ -68,6 +64,31 @@ class Outcome:
     score: float | None = None
     check: tuple[int, float] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """All outcomes of a sweep.
+
+    Attributes:
+        tuned: The search's trials of the algorithm.
+        baseline: The search's trials of the algorithm without alignment.
+        finalists: The best of ``tuned``, best first.
+        validated: The finalists with the further seeds, on held-out training data.
+        tested: The finalists with all seeds, trained on all training data and scored on the test set.
+        tested_betas: Every β of the search likewise, with one seed, when it was asked for.
+    """
+
+    tuned: list[Outcome]
+    baseline: list[Outcome]
+    finalists: list[Outcome]
+    validated: list[Outcome]
+    tested: list[Outcome]
+    tested_betas: list[Outcome]
+
+    def all(self) -> list[Outcome]:
+        """Return every trial, in the order of the stages."""
+        return [*self.baseline, *self.tuned, *self.validated, *self.tested, *self.tested_betas]
 
 
 Evaluate = Callable[[Stage, Sequence[Outcome]], list[Outcome]]
@@ -155,3 +176,36 @@ def finalists_of(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
     best_of(outcomes, "the sweep")
     complete = [outcome for outcome in outcomes if outcome.score is not None]
     return sorted(complete, key=rank, reverse=True)[:count]  # stable, also in reverse: the first of equals first
+
+
+def clearly_below(score: float, others: Iterable[float], margin: float) -> bool:
+    """Return whether a score is below the best of the others by more than ``margin`` of that best.
+
+    With a margin of 0.2 and a best accuracy of 80 %, below 64 %. Where scores are minus a loss: a loss 20 % larger.
+    """
+    best = max(others, default=score)
+    return score < best - margin * abs(best)
+
+
+class BelowBestPruner(BasePruner):
+    """Ends a trial whose last report is clearly below the best report of any trial at the same round.
+
+    Args:
+        margin: What "clearly" means, see ``clearly_below``.
+        earlier: Reports of the same algorithm in earlier stages, as (round, score).
+    """
+
+    def __init__(self, margin: float, earlier: Iterable[tuple[int, float]] = ()) -> None:
+        self.margin = margin
+        self.earlier = list(earlier)
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        """Return whether the trial ends here."""
+        step = trial.last_step
+        if step is None:
+            return False
+        others = [score for round_index, score in self.earlier if round_index == step]
+        for other in study.get_trials(deepcopy=False):
+            if other.number != trial.number and step in other.intermediate_values:
+                others.append(other.intermediate_values[step])
+        return clearly_below(trial.intermediate_values[step], others, self.margin)

@@ -1,38 +1,69 @@
 """Who does which trial and what came of it, in an Optuna storage that any number of processes share.
 
-A trial is claimed by creating it: storages number a study's trials one after the other, also when several processes
-create them at once, so of all live trials with one key the lowest number owns it and the others step back. (Optuna's
-own queue is not enough: on SQLite two processes can take the same waiting trial.) Trials of processes that have died
-are found by their lock, or by a heartbeat that stands still, and are claimed anew.
+A stage's jobs lie in its study as waiting trials. Who sets one to running does it: the storage grants that once. Two
+processes may write down the same job; then the trial with the lowest number counts. Trials of processes that have died
+are told by the lock each process holds in the sweep's folder, on other machines by Optuna's heartbeat in the database;
+they count as failed, and their jobs are written down anew.
 """
 
 from __future__ import annotations
 
 import json
-import random
+import os
+import platform
+import re
+import secrets
+import shutil
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.distributions import CategoricalDistribution
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.storages import RDBStorage
+from optuna.samplers import TPESampler
+from optuna.storages import BaseStorage, RDBStorage, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from gradalign.errors import NotWrittenError
+from gradalign.runs import SWEEP_WORKERS
+from gradalign.runs.folder import locked
 from gradalign.seeding import Purpose, stream_seed
 from gradalign.sweep.grid import Point, Value, ordered
 from gradalign.sweep.protocol import Outcome, State
-from gradalign.sweep.workers import Worker, has_died
+from gradalign.watch.followed import is_held
 
-BEAT_SECONDS = 15.0
-GRACE_SECONDS = 120.0
-_SETTLED = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
+_SIGNING_SECONDS = 5.0
+"""How long a trial may run without its process's name, which is written the moment after it was taken."""
+_ENDS: dict[State, TrialState] = {
+    "complete": TrialState.COMPLETE,
+    "pruned": TrialState.PRUNED,
+    "diverged": TrialState.FAIL,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One process at work on a sweep."""
+
+    name: str
+    folder: Path
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[Worker]:
+    """Be a worker of this sweep inside the block: hold a lock that tells the others who is alive."""
+    host = re.sub(r"[^\w.-]+", "-", platform.node()) or "host"
+    worker = Worker(name=f"{host}-{os.getpid()}-{secrets.token_hex(4)}", folder=folder)
+    own = folder / SWEEP_WORKERS / worker.name
+    with locked(own):
+        yield worker
+        # Only after a good end: else the free lock tells the others that whatever was begun is theirs to do.
+        shutil.rmtree(own, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +76,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """What makes two claims the same."""
+        """What makes two jobs the same."""
         return f"slot {self.slot}" if self.point is None else json.dumps([self.point, self.seed], sort_keys=True)
 
 
@@ -63,7 +94,7 @@ class StageStudy:
 
     def __init__(
         self,
-        storage: RDBStorage,
+        storage: BaseStorage,
         study: str,
         worker: Worker,
         *,
@@ -71,70 +102,68 @@ class StageStudy:
         fixed: Point,
         pruner: optuna.pruners.BasePruner,
         seed: int,
-        grace: float = GRACE_SECONDS,
     ) -> None:
-        self._storage, self._worker, self._seed, self._grace = storage, worker, seed, grace
-        self._lists, self._fixed = lists, fixed
-        self.study = optuna.create_study(
-            storage=storage,
-            study_name=study,
-            direction="maximize",
-            load_if_exists=True,
-            pruner=pruner,
-            sampler=RandomSampler(seed=seed),
-        )
+        self._storage, self._worker, self._seed = storage, worker, seed
+        self._lists, self._fixed, self._pruner = lists, fixed, pruner
+        self._study = optuna.create_study(storage=storage, study_name=study, direction="maximize", load_if_exists=True)
         self._id = storage.get_study_id_from_name(study)
-        self._seen: dict[int, tuple[Any, float]] = {}
+        self._unsigned: dict[int, float] = {}
 
     def trials(self) -> dict[str, FrozenTrial]:
-        """Return the owner of every key that has one."""
-        owners: dict[str, FrozenTrial] = {}
+        """Return the trial that counts for each job: of those that did not fail, the one with the lowest number."""
+        found: dict[str, FrozenTrial] = {}
         for trial in sorted(self._storage.get_all_trials(self._id, deepcopy=False), key=lambda one: one.number):
-            key = trial.user_attrs.get("key")
-            if key is not None and _live(trial):
-                owners.setdefault(key, trial)
-        return owners
+            counts = trial.state != TrialState.FAIL or "failure" in trial.user_attrs
+            if counts and "key" in trial.user_attrs:
+                found.setdefault(trial.user_attrs["key"], trial)
+        return found
 
     def claim(self, jobs: Sequence[Job]) -> ClaimedTrial | None:
         """Take the first job that nobody has; None when all are taken or done."""
-        self._release_the_dead()
-        owners = self.trials()
-        chance = random.Random()
-        job = next((job for job in jobs if job.key not in owners), None)
-        while job is not None:
-            number = self._storage.create_new_trial(self._id, self._template(job))
-            owners = self.trials()
-            if owners[job.key]._trial_id == number:
-                return self._begin(job, number)
-            # Another process was first. Try anywhere, lest the two go on in step.
-            self._storage.set_trial_state_values(number, TrialState.FAIL)
-            free = [job for job in jobs if job.key not in owners]
-            job = chance.choice(free) if free else None
+        self._fail_the_dead()
+        known = self.trials()
+        missing = [job for job in jobs if job.key not in known]
+        for job in missing:
+            self._storage.create_new_trial(self._id, self._waiting(job))
+        known = self.trials() if missing else known  # another process may have been first
+        for job in jobs:
+            trial = known.get(job.key)
+            if trial is not None and trial.state == TrialState.WAITING and self._take(trial._trial_id):
+                return self._begin(job, trial._trial_id)
         return None
 
-    def _template(self, job: Job) -> FrozenTrial:
-        attributes: dict[str, Any] = {"key": job.key, "slot": job.slot, "seed": job.seed, "worker": self._worker.name}
+    def _waiting(self, job: Job) -> FrozenTrial:
+        attributes: dict[str, Any] = {"key": job.key, "slot": job.slot, "seed": job.seed}
         if job.point is None:
-            return create_trial(state=TrialState.RUNNING, user_attrs=attributes)
+            return create_trial(state=TrialState.WAITING, user_attrs=attributes)
         varied = {name: job.point[name] for name in self._lists}
         return create_trial(
-            state=TrialState.RUNNING,
+            state=TrialState.WAITING,
             params=varied,
             distributions={name: CategoricalDistribution(tuple(self._lists[name])) for name in varied},
             user_attrs=attributes | {"point": job.point},
         )
 
+    def _take(self, number: int) -> bool:
+        """Make a waiting trial this process's own, and sign it; of several processes one can."""
+        with suppress(UpdateFinishedTrialError):
+            if self._storage.set_trial_state_values(number, TrialState.RUNNING):
+                if isinstance(self._storage, RDBStorage):
+                    self._storage.record_heartbeat(number)
+                self._storage.set_trial_user_attr(number, "worker", self._worker.name)
+                return True
+        return False
+
     def _begin(self, job: Job, number: int) -> ClaimedTrial:
-        sampler: BaseSampler = RandomSampler(seed=self._seed)
-        if job.point is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                # A sampler for each slot: what it draws depends on the trials before it, not on who asks or restarts.
-                number_seed = stream_seed(self._seed, Purpose.SWEEP, job.slot) % 2**32
-                sampler = TPESampler(seed=number_seed, constant_liar=True)
-        self.study.sampler = sampler
-        self.study.get_trials(deepcopy=False)  # lets the study's cache know of the new trial
-        trial = optuna.Trial(self.study, number)
+        # A sampler for each slot: what it draws depends on the trials before it, not on who asks or restarts.
+        seed = stream_seed(self._seed, Purpose.SWEEP, job.slot) % 2**32
+        sampler = TPESampler(seed=seed, constant_liar=True)
+        # And a study object: it shows its sampler the trials as they were at its first draw.
+        study = optuna.load_study(
+            storage=self._storage, study_name=self._study.study_name, sampler=sampler, pruner=self._pruner
+        )
+        study.get_trials(deepcopy=False)  # lets its cache know of the new trial
+        trial = optuna.Trial(study, number)
         if job.point is not None:
             return ClaimedTrial(job=job, point=job.point, trial=trial)
         suggested = {name: _suggested(trial, name, values) for name, values in self._lists.items()}
@@ -148,31 +177,32 @@ class StageStudy:
             claim.trial.set_user_attr("facts", dict(facts))
             if state == "diverged":
                 claim.trial.set_user_attr("failure", "diverged")
-            states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "diverged": TrialState.FAIL}
             values = None if score is None else [score]
-            self._storage.set_trial_state_values(claim.trial._trial_id, states[state], values)
+            self._storage.set_trial_state_values(claim.trial._trial_id, _ENDS[state], values)
 
     def release(self, claim: ClaimedTrial) -> None:
         """Give a claimed job back, undone."""
-        with suppress(UpdateFinishedTrialError, StorageInternalError):
+        with suppress(UpdateFinishedTrialError, StorageInternalError, NotWrittenError):
             self._storage.set_trial_state_values(claim.trial._trial_id, TrialState.FAIL)
 
     def outcomes(self, jobs: Sequence[Job], stage: str, entry: str) -> list[Outcome]:
-        """Return what is known of the jobs, in their order."""
-        owners = self.trials()
-        return [_outcome(owners[job.key], stage, entry) for job in jobs if job.key in owners]
+        """Return what is known of the jobs that were begun, in their order."""
+        known = self.trials()
+        begun = [known[job.key] for job in jobs if job.key in known and known[job.key].state != TrialState.WAITING]
+        return [_outcome(trial, stage, entry) for trial in begun]
 
     @contextmanager
     def beating(self, claim: ClaimedTrial) -> Iterator[None]:
-        """Show other processes that this trial is alive while the block runs."""
-        ended = threading.Event()
+        """Show processes on other machines that this trial is alive while the block runs."""
+        storage, ended = self._storage, threading.Event()
+        if not isinstance(storage, RDBStorage):  # all share the folder, and see the lock
+            yield
+            return
 
         def beat() -> None:
-            count = 0
-            while not ended.wait(BEAT_SECONDS):
-                count += 1
+            while not ended.wait(storage.get_heartbeat_interval()):
                 with suppress(Exception):  # a storage that is away for a moment is no reason to end a trial
-                    self._storage.set_trial_user_attr(claim.trial._trial_id, "beat", count)
+                    storage.record_heartbeat(claim.trial._trial_id)
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -182,60 +212,45 @@ class StageStudy:
             ended.set()
             thread.join()
 
-    def _release_the_dead(self) -> None:
-        """Mark the running trials of processes that have ended as failed, so that they are claimed again."""
+    def _fail_the_dead(self) -> None:
+        """Mark the running trials of processes that have ended as failed, so that their jobs are free again."""
+        fail_stale_trials(self._study)  # those without a heartbeat, in a database
         for trial in self._storage.get_all_trials(self._id, deepcopy=False, states=(TrialState.RUNNING,)):
             if self._is_dead(trial):
                 with suppress(UpdateFinishedTrialError):
                     self._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
-        worker = trial.user_attrs.get("worker")
-        if worker is None or worker == self._worker.name:
-            return False
-        known = has_died(self._worker.folder, worker)
-        if known is not None:
-            return known
-        beat, now = trial.user_attrs.get("beat"), time.monotonic()
-        before = self._seen.setdefault(trial.number, (beat, now))
-        if before[0] != beat:
-            self._seen[trial.number] = (beat, now)
-            return False
-        return now - before[1] > self._grace  # by this process's own clock: machines' clocks differ
-
-
-def _live(trial: FrozenTrial) -> bool:
-    return trial.state in (TrialState.RUNNING, *_SETTLED) or "failure" in trial.user_attrs
+        name = trial.user_attrs.get("worker")
+        if name is None:  # taken this very moment, or by a process that died before it could sign
+            return time.monotonic() - self._unsigned.setdefault(trial.number, time.monotonic()) > _SIGNING_SECONDS
+        own = self._worker.folder / SWEEP_WORKERS / name
+        if own.is_dir():
+            return name != self._worker.name and not is_held(own)
+        return not isinstance(self._storage, RDBStorage)  # of a journal all processes work in its folder
 
 
 def _suggested(trial: optuna.Trial, name: str, values: Sequence[Value]) -> Value:
-    distribution = tpe_distribution(name, values)
-    if isinstance(distribution, FloatDistribution):
-        return trial.suggest_float(name, distribution.low, distribution.high, log=True)
-    chosen: Value = trial.suggest_categorical(name, list(values))  # type: ignore[assignment]  # no None among them
-    return chosen
-
-
-def tpe_distribution(name: str, values: Sequence[Value]) -> BaseDistribution:
-    """Return what TPE draws from: anything between the ends of a list of positive numbers, else the list's values."""
+    """Return TPE's draw: between the ends of a list of positive numbers, else one of the list's values."""
     numbers = [value for value in values if not isinstance(value, str)]
     if name in ("K", "epochs", "batch") or len(numbers) < len(values) or min(numbers) <= 0 or len(set(numbers)) < 2:
-        return CategoricalDistribution(tuple(values))
-    return FloatDistribution(float(min(numbers)), float(max(numbers)), log=True)
+        chosen: Value = trial.suggest_categorical(name, list(values))  # type: ignore[assignment]  # no None among them
+        return chosen
+    return trial.suggest_float(name, float(min(numbers)), float(max(numbers)), log=True)
 
 
 def _outcome(trial: FrozenTrial, stage: str, entry: str) -> Outcome:
     attributes = trial.user_attrs
     reports = sorted(trial.intermediate_values.items())
-    state: Any = "diverged" if "failure" in attributes else _SETTLED.get(trial.state, "running")
+    ends: dict[TrialState, State] = {end: state for state, end in _ENDS.items()}
     return Outcome(
         stage=stage,
         slot=attributes["slot"],
         entry=entry,
         seed=attributes["seed"],
         point=attributes.get("point", {}),
-        state=state,
+        state=ends.get(trial.state, "running"),
         score=trial.value if trial.state == TrialState.COMPLETE else None,
         check=reports[0] if reports else None,
-        facts={"trial": trial.number, "worker": attributes["worker"], **attributes.get("facts", {})},
+        facts={"trial": trial.number, "worker": attributes.get("worker", ""), **attributes.get("facts", {})},
     )
