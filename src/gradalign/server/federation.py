@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination
 from gradalign.algorithms.rules import Memory, ServerRule
 from gradalign.algorithms.schedule import Schedule, spanning, value_at
@@ -244,17 +246,13 @@ def _name(algorithm: Combination) -> str:
     names = [_part_name(part) for part in algorithm.parts]
     names = [name for name in names if name != "fedavg"]
     rule = algorithm.server
-    from gradalign.recipes.build import SERVER_RULES
-
     if type(rule) is not ServerRule:
-        names.append(rule.label if SERVER_RULES.get(rule.label) is type(rule) else _of_ones_own(rule))
+        names.append(rule.label if type(rule).__module__ == ServerRule.__module__ else _of_ones_own(rule))
     return "+".join(names) or "fedavg"
 
 
 def _part_name(part: Algorithm) -> str:
-    from gradalign.recipes.build import ALGORITHMS
-
-    known = ALGORITHMS.get(part.label)
+    known = known_algorithms().get(part.label)
     return part.label if known is None or known is type(part) else _of_ones_own(part)
 
 
@@ -271,8 +269,6 @@ def _plain(thing: Any) -> dict[str, Any]:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Schedule):
-        from gradalign.recipes.build import SCHEDULES
-
-        kind = next(name for name, known in SCHEDULES.items() if known is type(value))
+        kind = re.sub(r"(?<!^)(?=[A-Z])", "-", type(value).__name__).lower()  # OffUntil is off-until
         return {"kind": kind} | _plain(value)
     return plain_value(value)
