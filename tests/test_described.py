@@ -36,7 +36,7 @@ PARTS = {
     "fedprox": st.builds(ga.FedProx, mu=numbers),
     "scaffold": st.builds(ga.Scaffold, control=st.sampled_from(["fresh", "kept"])),
     "fedga": st.builds(ga.FedGA, beta=settings, form=st.sampled_from(["start", "step"])),
-    "gradalign": st.builds(lambda beta: ga.GradAlign(beta=beta), settings),
+    "gradalign": st.builds(ga.LargeBatchGradAlign, beta=settings),
     "feddyn": st.builds(ga.FedDyn, alpha=numbers),
     "linearscaling": st.builds(ga.LinearScaling, aligned=st.booleans()),
     "largebatchsgd": st.builds(ga.LargeBatchSGD),
@@ -84,8 +84,16 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize(
     ("first", "second", "named"),
     [
-        (ga.FedGA(beta=0.1) + ga.GradAlign(beta=0.3), ga.FedGA(beta=0.7) + ga.GradAlign(beta=0.3), "parts.fedga.beta"),
-        (ga.FedGA(beta=0.1) + ga.GradAlign(beta=0.3), ga.FedGA(beta=0.1) + ga.GradAlign(beta=0.4), "gradalign.beta"),
+        (
+            ga.FedGA(beta=0.1) + ga.LargeBatchGradAlign(beta=0.3),
+            ga.FedGA(beta=0.7) + ga.LargeBatchGradAlign(beta=0.3),
+            "parts.fedga.beta",
+        ),
+        (
+            ga.FedGA(beta=0.1) + ga.LargeBatchGradAlign(beta=0.3),
+            ga.FedGA(beta=0.1) + ga.LargeBatchGradAlign(beta=0.4),
+            "gradalign.beta",
+        ),
         (ga.FedGA(beta=0.1), ga.FedGA(beta=ga.OffUntil(value=0.1, round=0)), "algorithm.beta"),
     ],
 )
@@ -126,7 +134,7 @@ def test_a_recipe_tells_the_parts_apart():
     table = {"name": "fedga+gradalign", "form": "step", "parts": {"fedga": {"beta": 0.7}, "gradalign": {"beta": 0.3}}}
     spec = validate({"algorithm": table}, "x")
     made = build_algorithm(spec.algorithm, spec.server)
-    assert made.parts == (ga.FedGA(beta=0.7, form="step"), ga.GradAlign(beta=0.3, form="step"))
+    assert made.parts == (ga.FedGA(beta=0.7, form="step"), ga.LargeBatchGradAlign(beta=0.3, form="step"))
     for wrong, sentence in (
         ({"fedprox": {"mu": 0.1}}, r"algorithm\.parts\.fedprox is set, but fedga\+gradalign has no such part"),
         ({"fedga": {"beta": 0.1, "mu": 0.1}}, r"algorithm\.parts\.fedga\.mu is set, but fedga has no such parameter"),

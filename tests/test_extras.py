@@ -79,7 +79,9 @@ CALLS = {
 
 
 def test_a_missing_extra_is_one_sentence_before_anything_is_done(tmp_path):
-    tried = "".join(f"try:\n    {call}\nexcept ga.GradalignError as error:\n    print(error)\n" for call in CALLS.values())
+    tried = "".join(
+        f"try:\n    {call}\nexcept ga.GradalignError as error:\n    print(error)\n" for call in CALLS.values()
+    )
     done = run(TASK + tried, tmp_path)
     assert done.stderr == ""
     sentences = done.stdout.splitlines()
