@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradalign as ga
-from gradalign.server.alignment import Probe, mean_gradient, regulariser_gradient, spread, within_client
+from gradalign.theory.probe import Probe, mean_gradient, regulariser_gradient, spread, within_client
 from gradalign.theory.diagnose import diagnose
 from reference import Problem, record
 

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from gradalign.optim import GradAlign
     from gradalign.server.measure import Measure
     from gradalign.server.runner import Result
-    from gradalign.tasks.data import PartitionedClients
     from gradalign.tasks.holdout import hold_out
-    from gradalign.tasks.task import Task
+    from gradalign.tasks.task import PartitionedClients, Task
     from gradalign.tracking import RunInfo, Tracker
     from gradalign.tracking.services import TensorBoard, WeightsAndBiases
 
@@ -47,9 +46,8 @@ _HOMES = {
     "gradalign.optim": "GradAlign",
     "gradalign.server.measure": "Measure",
     "gradalign.server.runner": "Result",
-    "gradalign.tasks.data": "PartitionedClients",
     "gradalign.tasks.holdout": "hold_out",
-    "gradalign.tasks.task": "Task",
+    "gradalign.tasks.task": "PartitionedClients Task",
     "gradalign.tracking": "RunInfo Tracker",
     "gradalign.tracking.services": "TensorBoard WeightsAndBiases",
 }
