@@ -21,10 +21,8 @@ import torch
 from torch import nn
 
 import gradalign as ga
-from gradalign.tasks.cifar import cifar100
 from gradalign.tasks.digits import digits
-from gradalign.tasks.emnist import emnist
-from gradalign.tasks.shakespeare import shakespeare
+from gradalign.tasks.paper import cifar100, emnist, shakespeare
 from gradalign.theory.diagnose import diagnose
 
 

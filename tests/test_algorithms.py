@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import gradalign as ga
 from conftest import Quadratics, final_point
 from gradalign.algorithms import LargeBatchGradAlign
-from gradalign.algorithms.plan import ClientView, combine
+from gradalign.algorithms.plan import combine
+from gradalign.algorithms.view import ClientView
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine

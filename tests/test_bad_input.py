@@ -21,12 +21,10 @@ from torch import nn
 
 import gradalign as ga
 from gradalign.runs.checkpoint import require_writable
-from gradalign.tasks.download import Archive, fetch
 from gradalign.tasks.holdout import hold_out
-from gradalign.tasks.idx import read_idx
-from gradalign.tasks.leaf import read_shakespeare
 from gradalign.tasks.partition import custom
-from gradalign.tasks.pickled import read_batch
+from gradalign.tasks.readers import read_batch, read_idx, read_shakespeare
+from gradalign.tasks.storage import Archive, fetch
 from gradalign.theory.diagnose import diagnose
 from small_files import cifar_batch
 from test_cli import call
@@ -292,7 +290,7 @@ def test_honest_pickles_of_every_protocol_are_read(tmp_path, protocol):
 
 
 def test_an_idx_file_larger_than_any_is_not_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr("gradalign.tasks.idx._MOST_ARRAY", 1 << 20)
+    monkeypatch.setattr("gradalign.tasks.readers._MOST_ARRAY", 1 << 20)
     path = tmp_path / "images.gz"
     path.write_bytes(gzip.compress(struct.pack(">4I", 0x0803, 1 << 31, 28, 28) + bytes(1 << 24)))
     with pytest.raises(ga.GradalignError, match="holds more than"):

@@ -81,7 +81,7 @@ def test_what_was_asked_for_stays():
 
 
 def test_clients_elsewhere_are_not_looked_at():
-    from gradalign.flower.remote import RemoteClients
+    from gradalign.flower.strategy import RemoteClients
 
     here = federation(47, 780, 6110, ga.FedAvg(), per_round=10)
     away = replace(here, task=replace(here.task, clients=RemoteClients(47, {})))

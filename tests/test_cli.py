@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradalign.cli.app import app
-from gradalign.recipes.recipe import shipped_recipes
+from gradalign.recipes import shipped_recipes
 
 SMALL = ("--set", "rounds=3", "--set", "task.clients=5", "--set", "clients.per_round=3", "--workers", "0")
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import gradalign as ga
 from gradalign.algorithms import LargeBatchGradAlign, known_algorithms
-from gradalign.algorithms.plan import Blend, ClientView, Combination, Plan, SharedSums, combine
+from gradalign.algorithms.plan import Combination, combine
+from gradalign.algorithms.view import Blend, ClientView, Plan, SharedSums
 
 numbers = st.floats(-10, 10).map(lambda v: round(v, 3))
 vectors = st.lists(numbers, min_size=2, max_size=2).map(lambda v: torch.tensor(v, dtype=torch.float64))

@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 
 import gradalign as ga
 from gradalign.cli.common import print_json
-from gradalign.cli.sweep_tables import print_shown_sweep
 from gradalign.cli.tables import load_shown, print_shown
+from gradalign.cli.tables import print_shown as print_shown_sweep
 from gradalign.report import write_report
 from gradalign.report.experiments import arrange
 from gradalign.report.figures import curve_figure
 from gradalign.report.series import VARIANCE, curves_of
 from gradalign.runs.read import gather
+from gradalign.watch import Watched
 from gradalign.watch.frame import watch_once
-from gradalign.watch.watched import Watched
 from run_folders import rows_of, spec_of, write_comparison, write_run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a Unix")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradalign.tasks import download
+from gradalign.tasks import storage as download
 from small_files import write_emnist
 from test_cli import call
 from test_data_files import archive_at, packed, server  # noqa: F401 - a fixture

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import gradalign as ga
 from exchanges import group_of, told, trainer_of, who
-from gradalign.algorithms.plan import Plan
+from gradalign.algorithms.view import Plan
 from gradalign.client.flat import Point
 from gradalign.client.trainer import ClientTrainer
 from gradalign.fast import Group

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import gradalign as ga
 from conftest import vector
 from gradalign.cli.app import app
-from gradalign.runs.folder import read_metrics
+from gradalign.runs.metrics import read_metrics
 from ranks_at_work import SETTINGS, one_process, run_of_everything, run_with_silent_clients
 
 TESTS = Path(__file__).parent

@@ -23,8 +23,8 @@ from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
 from gradalign.server.federation import ServerState, make_federation
 from gradalign.server.rounds import play_round
-from gradalign.tasks.data import PartitionedClients
 from gradalign.tasks.digits import digits
+from gradalign.tasks.task import PartitionedClients
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
 EVERYTHING = ga.FedGA(beta=0.1) + ga.FedProx(mu=0.1) + ga.Scaffold(control="kept") + ga.FedAdam(lr=0.05)

@@ -16,8 +16,8 @@ from gradalign.client.flat import FlatModel, all_finite
 from gradalign.fast.eligible import cohort_layers
 from gradalign.fast.linear import ProductLinear
 from gradalign.fast.stacks import FasterStack, filled_channels, pooled_first, run_stacks_faster
+from gradalign.recipes import load_recipe
 from gradalign.recipes.build import build_federation
-from gradalign.recipes.recipe import load_recipe
 from gradalign.tasks.digits import digits
 
 

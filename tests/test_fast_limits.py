@@ -8,7 +8,7 @@ from torch import nn
 
 import gradalign as ga
 from conftest import vector
-from gradalign.tasks.data import PartitionedClients
+from gradalign.tasks.task import PartitionedClients
 from reference import UNMEASURED, Problem, Settings, play, record
 from test_reference import gap
 

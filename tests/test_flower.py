@@ -28,9 +28,10 @@ from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_m
 
 import gradalign.flower as gf
 from gradalign.algorithms import LargeBatchGradAlign
-from gradalign.algorithms.plan import Algorithm, Plan
+from gradalign.algorithms.plan import Algorithm
+from gradalign.algorithms.view import Plan
 from gradalign.cli.app import app
-from gradalign.runs.folder import read_metrics
+from gradalign.runs.metrics import read_metrics
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
 QUICK = gf.Patience(connect_seconds=0.3, gradient_seconds=0.3, train_seconds=0.3, retries=1, poll_seconds=0.02)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import gradalign as ga
 from gradalign.recipes.build import task_of
 from gradalign.recipes.spec import validate
-from gradalign.runs.folder import read_metrics
+from gradalign.runs.metrics import read_metrics
 from gradalign.tasks.holdout import hold_out, split_rows
 from gradalign.tasks.task import PartitionedClients
 from test_cli import call

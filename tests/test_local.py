@@ -12,7 +12,7 @@ import gradalign as ga
 from conftest import PointModel, Quadratics, blobs, final_point, quadratic_value, vector
 from exchanges import told, trainer_of, who
 from gradalign.algorithms import LargeBatchGradAlign
-from gradalign.algorithms.plan import Plan
+from gradalign.algorithms.view import Plan
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import shuffled_batches
 from gradalign.seeding import Purpose, torch_stream

@@ -14,7 +14,8 @@ from torch import nn
 import gradalign as ga
 from conftest import vector
 from exchanges import group_of, told, who
-from gradalign.algorithms.plan import ClientView, combine
+from gradalign.algorithms.plan import combine
+from gradalign.algorithms.view import ClientView
 from gradalign.client.exchange import GradientCache
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup

@@ -16,7 +16,7 @@ from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup, shuffled_batches
 from gradalign.fast.batches import plan_batches
 from gradalign.seeding import Purpose, stream_seed, stream_seeds, torch_stream
-from gradalign.tasks import data
+from gradalign.tasks import task as data
 
 CLIENTS = 5000
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import gradalign as ga
-from gradalign.theory.probe import Probe, mean_gradient, regulariser_gradient, spread, within_client
 from gradalign.theory.diagnose import diagnose
+from gradalign.theory.probe import Probe, mean_gradient, regulariser_gradient, spread, within_client
 from reference import Problem, record
 
 

@@ -18,7 +18,7 @@ from gradalign.client.trainer import Setup, shuffled_batches
 from gradalign.fast.batches import Neighbours, client_losses, plan_batches
 from gradalign.fast.products import cross_entropies, own_product, shared_product, stepping_product
 from gradalign.seeding import Purpose, torch_stream
-from gradalign.tasks.data import TensorExamples
+from gradalign.tasks.batches import TensorExamples
 
 sizes = st.integers(1, 5)
 

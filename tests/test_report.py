@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import gradalign as ga
 from gradalign import report
 from gradalign.cli.app import app
-from gradalign.recipes.recipe import load_recipe
+from gradalign.recipes import load_recipe
 from gradalign.report import how_to_repeat, write_report
 from gradalign.report.experiments import arrange
 from gradalign.report.figures import curve_figure

@@ -12,7 +12,7 @@ import gradalign as ga
 from conftest import blobs, vector
 from gradalign.client.trainer import Setup
 from gradalign.fast import Group
-from gradalign.runs.folder import read_metrics
+from gradalign.runs.metrics import read_metrics
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=4, weight_decay=0.01)
 SIZES = (7, 4, 9, 6)

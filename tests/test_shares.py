@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 import gradalign as ga
 from conftest import Quadratics
 from gradalign.algorithms.schedule import spanning, value_at
+from gradalign.recipes import load_recipe
 from gradalign.recipes.build import build_algorithm, build_local
-from gradalign.recipes.recipe import load_recipe
-from gradalign.runs.folder import read_metrics
-from gradalign.sweep.trial import trial_spec
+from gradalign.runs.metrics import read_metrics
+from gradalign.sweep.plan import trial_spec
 from test_cli import call
 
 COSINE = """

@@ -18,7 +18,7 @@ from optuna.pruners import NopPruner
 from optuna.trial import TrialState, create_trial
 
 from gradalign.errors import FolderInUseError, GradalignError, NotWrittenError
-from gradalign.recipes.recipe import load_recipe, shipped_recipes
+from gradalign.recipes import load_recipe, shipped_recipes
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid
 from gradalign.sweep.protocol import (
     BelowBestPruner,

@@ -18,9 +18,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from conftest import hear_ctrl_c
-from gradalign.recipes.recipe import load_recipe
-from gradalign.recipes.spec import read_recipe
-from gradalign.runs.folder import read_metrics
+from gradalign.recipes import load_recipe, read_recipe
+from gradalign.runs.metrics import read_metrics
 from test_cli import call
 
 SMALL = (

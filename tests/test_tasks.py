@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import gradalign as ga
-from gradalign.algorithms.plan import Plan, combine
+from gradalign.algorithms.plan import combine
+from gradalign.algorithms.view import Plan
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import ClientTrainer, Setup

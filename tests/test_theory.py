@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import gradalign.theory
 from gradalign.algorithms import FedGA, LinearScaling, Scaffold
-from gradalign.algorithms.plan import Plan
+from gradalign.algorithms.view import Plan
 from gradalign.errors import GradalignError
 from gradalign.tasks.task import Task
 from gradalign.theory.check import Check, limit, order, plot_checks, slope_of

@@ -14,14 +14,15 @@ from torch.nn import functional as F
 import gradalign as ga
 from conftest import vector
 from exchanges import group_of, told, who
-from gradalign.algorithms.plan import Blend, Plan, combine
+from gradalign.algorithms.plan import combine
+from gradalign.algorithms.view import Blend, Plan
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
 from gradalign.server.federation import Federation, ServerState
 from gradalign.server.rounds import play_round
-from gradalign.tasks.data import TensorExamples
+from gradalign.tasks.batches import TensorExamples
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=8)
 CLIENTS = 27

@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 
 from conftest import hear_ctrl_c
 from gradalign.cli.app import app
-from gradalign.runs.folder import RunFolder, locked
+from gradalign.runs.folder import RunFolder, is_held, locked
+from gradalign.runs.metrics import MetricsTail
 from gradalign.watch import Followed, Watched
-from gradalign.watch.followed import MetricsTail, is_held
 from gradalign.watch.frame import Frame, duration, seconds_left
 from gradalign.watch.textplot import Axis, Canvas, Curve, plot
 

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
         LinearScaling,
         Scaffold,
     )
-    from gradalign.algorithms.plan import Algorithm, ClientView, Plan
+    from gradalign.algorithms.plan import Algorithm
     from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.algorithms.schedule import Cosine, OffUntil, Steps, Warmup
+    from gradalign.algorithms.view import ClientView, Plan
     from gradalign.api import run
     from gradalign.client import LocalTraining
     from gradalign.errors import DivergedError, GradalignError

@@ -1,4 +1,4 @@
-from gradalign.cli.entry import main
+from gradalign.cli import main
 
 if __name__ == "__main__":
     main()

@@ -20,9 +20,7 @@ from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError, whole
 from gradalign.server.federation import Federation, describe, make_federation
 from gradalign.server.measure import Measure
-from gradalign.server.runner import CHECKPOINT_SECONDS, Result, Tell
-from gradalign.server.runner import RunOptions as RunOptions
-from gradalign.server.runner import conduct as conduct
+from gradalign.server.runner import CHECKPOINT_SECONDS, Result, RunOptions, Tell, conduct
 from gradalign.tasks.task import Task
 from gradalign.tracking import Tracker, Trackers
 

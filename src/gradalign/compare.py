@@ -10,26 +10,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gradalign.api import RunOptions, run_spec
-from gradalign.checks import whole
-from gradalign.errors import DivergedError, GradalignError
+from gradalign.api import run_spec
+from gradalign.errors import DivergedError, GradalignError, whole
+from gradalign.recipes import Recipe, unused_changes
 from gradalign.recipes.build import build_federation, task_of
-from gradalign.recipes.recipe import Recipe, unused_changes
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report.statistics import spread_of
-from gradalign.runs import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, safe_name
-from gradalign.runs.folder import (
-    differing_fields,
-    locked,
-    read_metrics,
-    read_toml,
-    refuse_strangers,
-    write_json,
-    write_toml,
-)
+from gradalign.runs import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, safe_name, write_toml
+from gradalign.runs.folder import differing_fields, locked, refuse_strangers, write_json
+from gradalign.runs.metrics import read_metrics
+from gradalign.runs.untrusted import read_table as read_toml
 from gradalign.server.measure import Row
-from gradalign.server.runner import rounds_to, versions
+from gradalign.server.runner import RunOptions
+from gradalign.server.summary import rounds_to, versions
 from gradalign.tasks.task import Task
 
 CURVES_SHOWN = ("test_accuracy", "test_loss", "r")

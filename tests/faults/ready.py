@@ -36,7 +36,7 @@ def _become(request: dict[str, Any]) -> None:
     os.environ |= request["environment"]
     code: Any = 1
     try:
-        from gradalign.cli.entry import main
+        from gradalign.cli import main
 
         main()
     except SystemExit as end:

@@ -5,7 +5,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedga_digits.task import make_task
 from gradalign import FedGA, LocalTraining
-from gradalign.flower import AlignedStrategy, Patience
+from gradalign.flower.exchange import Patience
+from gradalign.flower.strategy import AlignedStrategy
 
 app = ServerApp()
 

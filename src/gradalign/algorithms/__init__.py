@@ -18,8 +18,9 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from gradalign.algorithms.plan import _KNOWN, Algorithm, Blend, ClientView, FedAvg, Plan
+from gradalign.algorithms.plan import _KNOWN, Algorithm, FedAvg
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
+from gradalign.algorithms.view import Blend, ClientView, Plan
 from gradalign.errors import GradalignError
 
 __all__ = [

@@ -26,10 +26,7 @@ from torch import Tensor
 
 from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.schedule import Schedule, spanning
-from gradalign.algorithms.view import Blend as Blend
-from gradalign.algorithms.view import ClientView as ClientView
-from gradalign.algorithms.view import Plan as Plan
-from gradalign.algorithms.view import SharedSums as SharedSums
+from gradalign.algorithms.view import ClientView, Plan, SharedSums
 from gradalign.errors import GradalignError
 
 _KNOWN: dict[str, type[Algorithm]] = {}

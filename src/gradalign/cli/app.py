@@ -16,7 +16,7 @@ from gradalign.cli import theory
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json, say
 from gradalign.cli.data import data_app
 from gradalign.cli.sweep import sweep
-from gradalign.engines.launch import under_torchrun
+from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
 
 app = typer.Typer(
@@ -69,10 +69,12 @@ def run(
 ) -> None:
     """Run one experiment."""
     with plain_errors("continue with the same command and --resume"):
-        from gradalign.api import RunOptions, default_engine, run_spec
+        from gradalign.api import default_engine, run_spec
         from gradalign.cli.tables import print_summary
-        from gradalign.recipes.recipe import load_recipe, output_folder
-        from gradalign.tasks.folders import using_data_folder
+        from gradalign.recipes import load_recipe
+        from gradalign.runs import output_folder
+        from gradalign.server.runner import RunOptions
+        from gradalign.tasks.storage import using_data_folder
 
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         spec = loaded.spec()
@@ -117,13 +119,13 @@ def compare(
     with plain_errors("continue with the same command and --resume"):
         if under_torchrun():
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
-        from gradalign.api import RunOptions
         from gradalign.cli.tables import print_comparison
         from gradalign.compare import claimed_folder, plan_comparison, run_comparison, write_comparison
-        from gradalign.recipes.recipe import load_recipe, output_folder
+        from gradalign.recipes import load_recipe
         from gradalign.report import write_report
-        from gradalign.runs import REPORT
-        from gradalign.tasks.folders import using_data_folder
+        from gradalign.runs import REPORT, output_folder
+        from gradalign.server.runner import RunOptions
+        from gradalign.tasks.storage import using_data_folder
         from gradalign.tracking.progress import comparison_bar
 
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
@@ -159,7 +161,7 @@ def tasks(as_json: AsJson = False) -> None:
     """List what can be trained."""
     with plain_errors():
         from gradalign.cli.tables import describe_tasks, print_tasks
-        from gradalign.recipes.recipe import shipped_recipes
+        from gradalign.recipes import shipped_recipes
 
         found = describe_tasks()
         if as_json:

@@ -15,7 +15,7 @@ from rich.markup import escape
 from typer import Option
 
 from gradalign import stopping
-from gradalign.engines.launch import rank, under_torchrun
+from gradalign.engines import rank, under_torchrun
 from gradalign.errors import GradalignError, LostRankError, shown_text
 
 Settings = Annotated[

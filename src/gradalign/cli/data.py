@@ -27,7 +27,7 @@ _SHOWN_CLIENTS, _SHOWN_CLASSES = 12, 6
 @contextmanager
 def _in_folder(folder: Path | None) -> Iterator[None]:
     with plain_errors():
-        from gradalign.tasks.folders import using_data_folder
+        from gradalign.tasks.storage import using_data_folder
 
         with using_data_folder(folder):
             yield
@@ -42,7 +42,7 @@ def list_data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson 
         return
     with _in_folder(data_dir):
         from gradalign.tasks.datasets import DATA_SETS, describe_data
-        from gradalign.tasks.folders import data_folder
+        from gradalign.tasks.storage import data_folder
 
         found = [describe_data(name) for name in DATA_SETS]
         if as_json:
@@ -60,8 +60,7 @@ def get_data(
     """Download a data set's original archive, check its published hash, and put its files into the data folder."""
     with _in_folder(data_dir or context.obj):
         from gradalign.tasks.datasets import DATA_SETS, describe_data
-        from gradalign.tasks.download import ARCHIVES, NO_ARCHIVE, fetch
-        from gradalign.tasks.folders import data_folder
+        from gradalign.tasks.storage import ARCHIVES, NO_ARCHIVE, data_folder, fetch
         from gradalign.tracking.progress import download_bar
 
         if name == "shakespeare":
@@ -91,9 +90,9 @@ def show_data(
 ) -> None:
     """Show the classes each client has: a table, and a picture as PNG."""
     with _in_folder(data_dir or context.obj):
+        from gradalign.recipes import parse_settings
         from gradalign.recipes.build import TASKS, build_task
-        from gradalign.recipes.spec import parse_settings
-        from gradalign.report.class_pictures import draw_class_counts
+        from gradalign.report.figures import draw_class_counts
         from gradalign.tasks.class_counts import class_counts_of
 
         options: dict[str, Any] = parse_settings(settings or ())

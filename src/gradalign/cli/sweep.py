@@ -12,7 +12,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain, plain_errors, print_json
-from gradalign.engines.launch import under_torchrun
+from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
 
 
@@ -73,12 +73,13 @@ def sweep(
     with plain_errors("continue with the same command and --resume"):
         if under_torchrun():
             raise GradalignError("sweep divides trials among processes by itself; start it without torchrun")
-        from gradalign.api import RunOptions
-        from gradalign.recipes.recipe import load_recipe, output_folder
+        from gradalign.recipes import load_recipe
+        from gradalign.runs import output_folder
+        from gradalign.server.runner import RunOptions
         from gradalign.sweep.conduct import run_sweep
         from gradalign.sweep.grid import parse_grid
         from gradalign.sweep.plan import Choices, plan_sweep
-        from gradalign.tasks.folders import using_data_folder
+        from gradalign.tasks.storage import using_data_folder
 
         choices = Choices(
             sampler=sampler,
@@ -130,7 +131,7 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
 
 def _stages_table(summary: Mapping[str, Any], accuracies: bool) -> Table:
     from gradalign.sweep.grid import describe_point
-    from gradalign.tracking.sweep_progress import score_words
+    from gradalign.tracking.progress import score_words
 
     table = Table("stage", "algorithm", title=f"{plain(summary['name'])}: the stages")
     for name in ("trials", "ended early"):

@@ -16,7 +16,8 @@ from gradalign.cli.common import plain
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP
-from gradalign.runs.untrusted import is_there, read_metrics, read_spec, read_table
+from gradalign.runs.metrics import read_metrics
+from gradalign.runs.untrusted import is_there, read_spec, read_table
 
 
 def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:

@@ -24,8 +24,8 @@ Seed = Annotated[int, Option(min=0, help="The seed of everything random.")]
 
 
 def _task(name: str, seed: int, settings: Sequence[str] = ()) -> Task:
+    from gradalign.recipes import parse_settings
     from gradalign.recipes.build import build_task
-    from gradalign.recipes.spec import parse_settings
 
     return build_task(name, seed=seed, options=parse_settings(settings))
 
@@ -85,7 +85,7 @@ def verify(
     """Measure the paper's claims on this library's own code; exit code 1 when one of them fails."""
     with plain_errors():
         from gradalign.theory import verify as run_checks
-        from gradalign.theory.plot import plot_checks, require_plottable
+        from gradalign.theory.check import plot_checks, require_plottable
 
         if plot is not None:
             require_plottable(plot)
@@ -148,7 +148,7 @@ def diagnose(
 ) -> None:
     """Say before training whether the clients' gradients disagree more than by chance, and suggest a β."""
     with plain_errors():
-        from gradalign.devices import check_device
+        from gradalign.client.trainer import check_device
         from gradalign.theory.diagnose import diagnose as measure
 
         check_device(device)

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from gradalign.algorithms.schedule import Schedule, require, setting_of
-from gradalign.checks import real, whole
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, real, whole
 
 
 @dataclass(frozen=True, kw_only=True)

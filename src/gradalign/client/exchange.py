@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gradalign.algorithms.plan import ClientView, Combination, Plan
+from gradalign.algorithms.plan import Combination
+from gradalign.algorithms.view import ClientView, Plan
 from gradalign.client.flat import Point
 
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradalign.algorithms.plan import Combination, Plan
+from gradalign.algorithms.plan import Combination
+from gradalign.algorithms.view import Plan
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradients
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream, torch_stream
-from gradalign.tasks.batches import map_tensors
-from gradalign.tasks.data import Examples
+from gradalign.tasks.batches import Examples, map_tensors
 from gradalign.tasks.task import Task
 
 CHUNK = 300  # examples that the gradient phase takes at once: what an LSTM leaves behind for more outgrows the caches

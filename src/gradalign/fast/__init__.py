@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradalign.algorithms.plan import Blend, Plan
+from gradalign.algorithms.view import Blend, Plan
 from gradalign.client.exchange import (
     Broadcast,
     CachedGradient,
@@ -42,8 +42,8 @@ from gradalign.fast.eligible import cohort_layers, lockstep_model, side_by_side
 from gradalign.fast.linear import record_factors
 from gradalign.fast.lockstep import TOGETHER, LockstepTrainer
 from gradalign.fast.stacks import run_stacks_faster
-from gradalign.tasks.data import Examples, PartitionedClients, TensorExamples
-from gradalign.tasks.task import predict
+from gradalign.tasks.batches import Examples, TensorExamples
+from gradalign.tasks.task import PartitionedClients, predict
 
 EVALUATION_CHUNK = 1000
 Item = TypeVar("Item")

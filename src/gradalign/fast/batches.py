@@ -17,7 +17,7 @@ from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, Parti
 from gradalign.client.trainer import Setup, gradient_rows, shuffled_passes
 from gradalign.fast.products import cross_entropies
 from gradalign.seeding import Purpose, stream_seeds
-from gradalign.tasks.data import TensorExamples
+from gradalign.tasks.batches import TensorExamples
 
 IGNORED = -100  # torch's mark of a label that does not count
 ALL = slice(None)

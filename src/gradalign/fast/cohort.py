@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradalign.algorithms.plan import Plan
+from gradalign.algorithms.view import Plan
 from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from gradalign.client.trainer import Setup
 from gradalign.fast.linear import LARGE
 from gradalign.fast.stacks import ELEMENTWISE, has_hooks, is_hooked, is_plain_stack, pooled_first
-from gradalign.tasks.data import Examples, TensorExamples
+from gradalign.tasks.batches import Examples, TensorExamples
 from gradalign.tasks.task import Task, predict, share_correct
 
 LARGEST_MODEL = 60_000  # parameters, of a model for cohorts

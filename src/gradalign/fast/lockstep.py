@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradalign.algorithms.plan import Plan
+from gradalign.algorithms.view import Plan
 from gradalign.client.exchange import Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup

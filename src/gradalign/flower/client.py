@@ -30,7 +30,7 @@ from gradalign.flower.messages import (
     lost_memory_reply,
     reply,
 )
-from gradalign.tasks.data import Examples
+from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task
 
 

@@ -11,7 +11,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from torch import Tensor, nn
 
-from gradalign.algorithms.plan import Algorithm, Plan
+from gradalign.algorithms.plan import Algorithm
+from gradalign.algorithms.view import Plan
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel, Point

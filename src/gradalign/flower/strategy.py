@@ -14,18 +14,16 @@ from torch import Tensor, nn
 
 from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
-from gradalign.api import RunOptions, conduct
 from gradalign.client import LocalTraining
-from gradalign.devices import check_device
+from gradalign.client.trainer import check_device
 from gradalign.errors import GradalignError
 from gradalign.flower.engine import FlowerEngine
 from gradalign.flower.exchange import Patience, Roster, logger
 from gradalign.recipes.build import make_federation
-from gradalign.server.describe import describe
-from gradalign.server.federation import Federation
+from gradalign.server.federation import Federation, describe
 from gradalign.server.measure import Measure, Row
-from gradalign.server.runner import CHECKPOINT_SECONDS, Result
-from gradalign.tasks.data import Examples
+from gradalign.server.runner import CHECKPOINT_SECONDS, Result, RunOptions, conduct
+from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task
 
 

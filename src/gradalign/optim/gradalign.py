@@ -35,7 +35,7 @@ def _as_parts(
         arguments, sizes = _cut(batch, parts)
         weights = sizes if weights is None else weights
     elif batch and (len(batch) > 1 or parts is not None):
-        raise GradalignError("give step() a closure and the parts, or tensors and the number of parts as parts=8")
+        raise GradalignError("give step() a closure and the parts, or tensors and the number of parts=8")
     else:
         given = batch[0] if batch else parts
         arguments = [()] if given is None else [(part,) for part in given]

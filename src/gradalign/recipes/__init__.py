@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradalign.errors import GradalignError, need, shown_text
 from gradalign.runs import COMPARISON, METRICS, SPEC, SWEEP
-from gradalign.runs import output_folder as output_folder
 from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
 
 if TYPE_CHECKING:

@@ -18,11 +18,9 @@ from gradalign.algorithms.schedule import Cosine, OffUntil, Schedule, Steps, War
 from gradalign.client import LocalTraining
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.server.federation import Federation, make_federation, single_step
-from gradalign.tasks.cifar import cifar10, cifar100
 from gradalign.tasks.digits import digits
-from gradalign.tasks.emnist import emnist
 from gradalign.tasks.holdout import hold_out
-from gradalign.tasks.shakespeare import shakespeare
+from gradalign.tasks.paper import cifar10, cifar100, emnist, shakespeare
 from gradalign.tasks.task import Task
 
 if TYPE_CHECKING:

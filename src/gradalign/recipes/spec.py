@@ -12,9 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from gradalign.errors import GradalignError
-from gradalign.recipes import merge as merge
-from gradalign.recipes import parse_settings as parse_settings
-from gradalign.recipes import read_recipe as read_recipe
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

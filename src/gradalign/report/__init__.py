@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import GradalignError, shown_text
-from gradalign.recipes.trust import is_outside, task_name
+from gradalign.recipes import is_outside, task_name
 from gradalign.report.experiments import Experiment, Group, arrange
 from gradalign.runs import readable_name, write_whole
-from gradalign.runs.find import Skipped
-from gradalign.runs.read import Gathered, gather
+from gradalign.runs.read import Gathered, Skipped, gather
 
 _TABLES = ("task", "algorithm", "server", "local", "clients", "measure")
 Settings = dict[tuple[str, str | None], Any]

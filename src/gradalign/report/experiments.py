@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import shown_text
-from gradalign.runs.read import HeldClassCounts, Run, canonical, number_of
+from gradalign.runs.read import HeldClassCounts, Run, canonical
+from gradalign.runs.untrusted import number_of
 
 _LONGEST_NAME = 80
 _NOT_SETTINGS = ("seed", "name", "paper", "full_size")

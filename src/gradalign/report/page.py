@@ -25,7 +25,7 @@ from gradalign.errors import shown_text
 from gradalign.report import how_to_repeat, series, statistics
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of
 from gradalign.report.series import Series, measured
-from gradalign.runs.find import Skipped
+from gradalign.runs.read import Skipped
 
 _COLOURS = 8  # of the page; further groups have them again with other line styles
 

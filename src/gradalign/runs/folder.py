@@ -299,13 +299,3 @@ class RunFolder:
                 self.fail(str(error), diverged=isinstance(error, DivergedError))
         finally:
             self.close()
-
-
-def __getattr__(name: str) -> Any:
-    """Moved: read_metrics to gradalign.runs.metrics, write_toml to gradalign.runs; read_toml is read_table."""
-    if name not in ("read_metrics", "read_toml", "write_toml"):
-        raise AttributeError(name)
-    from gradalign import runs
-    from gradalign.runs import metrics
-
-    return {"read_metrics": metrics.read_metrics, "read_toml": read_table, "write_toml": runs.write_toml}[name]

@@ -13,8 +13,15 @@ from typing import Any, Literal
 from gradalign.errors import shown_text
 from gradalign.runs import CHECKPOINT, CLASS_COUNTS, COMPARISON, METRICS, SPEC, SUMMARY, SWEEP, TRIALS, safe_name
 from gradalign.runs.metrics import read_metrics
-from gradalign.runs.untrusted import Failure, UnreadableError, is_there, read_failure, read_optional, read_table
-from gradalign.runs.untrusted import number_of as number_of
+from gradalign.runs.untrusted import (
+    Failure,
+    UnreadableError,
+    is_there,
+    number_of,
+    read_failure,
+    read_optional,
+    read_table,
+)
 
 State = Literal["complete", "diverged", "unfinished"]
 STATES: tuple[State, ...] = ("complete", "diverged", "unfinished")

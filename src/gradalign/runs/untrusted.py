@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradalign.errors import GradalignError
-from gradalign.errors import shown_text as shown_text
+from gradalign.errors import GradalignError, shown_text
 from gradalign.runs import CAREFULLY, FAILURE, SPEC
 
 LARGEST_TABLE = 16 * 2**20
@@ -210,12 +209,3 @@ def read_failure(folder: Path) -> Failure | None:
     if not isinstance(reason, str):
         return None
     return Failure(reason=shown_text(reason[:_LONGEST_REASON]), diverged=table.get("diverged") is True)
-
-
-def __getattr__(name: str) -> Any:
-    """Where the parser of metrics was; it is in gradalign.runs.metrics now."""
-    if name not in ("LARGEST_METRICS", "read_metrics", "row_of", "rows_in"):
-        raise AttributeError(name)
-    from gradalign.runs import metrics
-
-    return getattr(metrics, name)

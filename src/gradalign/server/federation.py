@@ -15,10 +15,9 @@ from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination
 from gradalign.algorithms.rules import Memory, ServerRule
 from gradalign.algorithms.schedule import Schedule, spanning, value_at
-from gradalign.checks import flag, real, whole
 from gradalign.client import LocalTraining
 from gradalign.client.flat import Point
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, flag, real, whole
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks.task import Task, plain_value
 

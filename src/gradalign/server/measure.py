@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradalign.checks import real, whole
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
-from gradalign.errors import DivergedError, GradalignError
+from gradalign.errors import DivergedError, GradalignError, real, whole
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server.federation import Federation, ServerState
 

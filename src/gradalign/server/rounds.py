@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradalign.algorithms.plan import Algorithm, SharedSums
+from gradalign.algorithms.plan import Algorithm
+from gradalign.algorithms.view import SharedSums
 from gradalign.client.exchange import Broadcast, Participant, Reply, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.client.trainer import one_thread

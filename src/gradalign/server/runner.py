@@ -18,7 +18,7 @@ from torch import nn
 
 from gradalign import stopping
 from gradalign.client.flat import FlatModel, Point
-from gradalign.devices import check_device
+from gradalign.client.trainer import check_device
 from gradalign.engines import Engine
 from gradalign.engines.distributed import DistributedEngine
 from gradalign.errors import (
@@ -40,8 +40,6 @@ from gradalign.server.federation import Federation, ServerState
 from gradalign.server.measure import Measure, Row, measured_at, settle
 from gradalign.server.rounds import RoundFacts, play_round
 from gradalign.server.summary import columns, row_of, summarise
-from gradalign.server.summary import rounds_to as rounds_to
-from gradalign.server.summary import versions as versions
 from gradalign.tasks.class_counts import class_counts_note
 from gradalign.tracking import RunInfo, Trackers
 

@@ -10,9 +10,9 @@ from typing import Any
 from optuna.pruners import BasePruner, NopPruner
 from optuna.storages import BaseStorage
 
-from gradalign.api import RunOptions
 from gradalign.report import write_report
 from gradalign.runs import METRICS, REPORT, TRIALS
+from gradalign.server.runner import RunOptions
 from gradalign.sweep import protocol
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.plan import SweepPlan, TrialRunner, folder_name
@@ -20,7 +20,7 @@ from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, BelowBestPruner
 from gradalign.sweep.results import TrialsFile, write_results
 from gradalign.sweep.storage import opened
 from gradalign.sweep.study import ClaimedTrial, Job, StageStudy, Worker, working_in
-from gradalign.tracking.sweep_progress import SweepBar, score_words, sweep_bar
+from gradalign.tracking.progress import SweepBar, score_words, sweep_bar
 
 _POLL_SECONDS = 0.5
 _FINAL = (FINALISTS, TEST, TEST_BETA)

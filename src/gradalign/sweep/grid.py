@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
+from gradalign.recipes import merge
 from gradalign.recipes.build import ALGORITHMS, accepted_parameters, algorithm_names
-from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, explain, merge
+from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, explain
 
 Value = float | int | str
 Point = dict[str, Value]

@@ -10,15 +10,16 @@ from typing import Any, Literal
 import optuna
 from pydantic import ValidationError
 
-from gradalign.api import RunOptions, run_spec
+from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError
+from gradalign.recipes import Recipe, merge, unused_changes
 from gradalign.recipes.build import build_federation, task_of
-from gradalign.recipes.recipe import Recipe, unused_changes
 from gradalign.recipes.scale import apply_scale
-from gradalign.recipes.spec import Spec, SweepSpec, explain, merge, validate
+from gradalign.recipes.spec import Spec, SweepSpec, explain, validate
 from gradalign.runs import METRICS, safe_name
-from gradalign.runs.folder import read_metrics
+from gradalign.runs.metrics import read_metrics
 from gradalign.server.measure import Row
+from gradalign.server.runner import RunOptions
 from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, combinations, shown
 from gradalign.sweep.protocol import Search, State, baseline_of
 from gradalign.tasks.task import Task

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from gradalign.compare import spread
+from gradalign.recipes import merge
 from gradalign.recipes.scale import describe_scale
-from gradalign.recipes.spec import merge
-from gradalign.report.curves import COLOURS
-from gradalign.runs import SUMMARY, write_atomically, write_whole
-from gradalign.runs.folder import write_json, write_toml
-from gradalign.server.runner import versions
+from gradalign.report.figures import COLOURS
+from gradalign.runs import SUMMARY, write_atomically, write_toml, write_whole
+from gradalign.runs.folder import write_json
+from gradalign.server.summary import versions
 from gradalign.sweep.grid import Point, apply_point, describe_point, ordered, shown
 from gradalign.sweep.plan import SweepPlan, plain
 from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, Found, Outcome, are_accuracies, best_of, rank

@@ -22,9 +22,10 @@ from optuna.study import StudyDirection
 from sqlalchemy.exc import DatabaseError
 
 from gradalign.errors import FolderInUseError, GradalignError
-from gradalign.runs import COMPARISON, SPEC, SWEEP, not_written
-from gradalign.runs.folder import differing_fields, locked, read_toml, refuse_strangers, write_toml
+from gradalign.runs import COMPARISON, SPEC, SWEEP, not_written, write_toml
+from gradalign.runs.folder import differing_fields, locked, refuse_strangers
 from gradalign.runs.untrusted import is_file, is_there
+from gradalign.runs.untrusted import read_table as read_toml
 
 JOURNAL, _FORMER = "study.journal", "study.db"
 _BEAT_SECONDS, _GRACE_SECONDS = 15, 120

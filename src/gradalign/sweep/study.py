@@ -31,11 +31,10 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from gradalign.errors import NotWrittenError
 from gradalign.runs import SWEEP_WORKERS
-from gradalign.runs.folder import locked
+from gradalign.runs.folder import is_held, locked
 from gradalign.seeding import Purpose, stream_seed
 from gradalign.sweep.grid import Point, Value, ordered
 from gradalign.sweep.protocol import Outcome, State
-from gradalign.watch.followed import is_held
 
 _SIGNING_SECONDS = 5.0
 """How long a trial may run without its process's name, which is written the moment after it was taken."""

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradalign.checks import real
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, real
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks.batches import Examples, TensorExamples, as_examples, batch_length, join_batches, take_examples
 from gradalign.tasks.task import PartitionedClients, Task

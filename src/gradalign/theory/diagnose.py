@@ -29,9 +29,8 @@ import numpy as np
 import torch
 
 from gradalign.algorithms.schedule import require
-from gradalign.checks import whole
 from gradalign.client.trainer import named_failure, one_thread
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, whole
 from gradalign.server.rounds import probe_clients
 from gradalign.tasks.task import Task
 from gradalign.theory.probe import HalfSplit, Probe, Spread, spread, within_client

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradalign.algorithms.plan import Algorithm, ClientView, combine
+from gradalign.algorithms.plan import Algorithm, combine
+from gradalign.algorithms.view import ClientView
 from gradalign.client import LocalTraining
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import GradalignError, shown_text
-from gradalign.recipes.trust import is_outside, task_name
+from gradalign.recipes import is_outside, task_name
 from gradalign.runs import COMPARISON, METRICS, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, TRIALS, safe_name
-from gradalign.runs.untrusted import UnreadableError, is_file, is_there, read_failure, read_optional, read_table
 from gradalign.runs.folder import is_held
 from gradalign.runs.metrics import MetricsTail
+from gradalign.runs.untrusted import UnreadableError, is_file, is_there, read_failure, read_optional, read_table
 
 _MOST_RUNS = 10_000
 _DEEPEST = 4  # where runs lie below a folder: a comparison's at 2, a sweep's at 3, those of several sweeps at 4

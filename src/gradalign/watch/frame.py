@@ -247,7 +247,7 @@ def watch_once(folder: Path, console: Console) -> None:
 
 
 def _output_is_lost() -> bool:
-    from gradalign.cli.streams import output_is_lost
+    from gradalign.cli import output_is_lost
 
     return output_is_lost()
 

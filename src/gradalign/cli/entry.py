@@ -1,2 +1,0 @@
-# moved to gradalign.cli
-from gradalign.cli import main as main

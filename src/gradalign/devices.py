@@ -1,2 +1,0 @@
-# moved to gradalign.client.trainer
-from gradalign.client.trainer import check_device as check_device

@@ -1,2 +1,0 @@
-# moved to gradalign.flower.strategy
-from gradalign.flower.strategy import RemoteClients as RemoteClients

@@ -1,2 +1,0 @@
-# moved to gradalign.runs.read
-from gradalign.runs.read import Skipped as Skipped

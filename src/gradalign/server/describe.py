@@ -1,2 +1,0 @@
-# moved to gradalign.server.federation
-from gradalign.server.federation import describe as describe

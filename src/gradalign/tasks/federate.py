@@ -1,2 +1,0 @@
-# moved to gradalign.tasks.paper
-from gradalign.tasks.paper import federate as federate

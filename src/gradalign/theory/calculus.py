@@ -1,2 +1,0 @@
-# moved to gradalign.theory.problems
-from gradalign.theory.problems import Calculus as Calculus

@@ -1,2 +1,0 @@
-# moved to gradalign.watch
-from gradalign.watch import Watched as Watched
