@@ -109,8 +109,7 @@ def this_library(
     from gradalign.algorithms.plan import combine
     from gradalign.client.flat import FlatModel
     from gradalign.engines.local import local_engine
-    from gradalign.recipes.build import make_federation
-    from gradalign.server.federation import ServerState
+    from gradalign.server.federation import ServerState, make_federation
     from gradalign.server.rounds import play_round
 
     task, local = workload.task(data), workload.local()

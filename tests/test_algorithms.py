@@ -16,8 +16,7 @@ from gradalign.algorithms.view import ClientView
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
-from gradalign.recipes.build import make_federation
-from gradalign.server.federation import Federation, ServerState
+from gradalign.server.federation import Federation, ServerState, make_federation
 from gradalign.server.rounds import play_round
 
 LR, K, TOLERANCE = 0.05, 5, 1e-12

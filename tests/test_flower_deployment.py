@@ -16,9 +16,8 @@ from gradalign.algorithms.plan import combine
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
-from gradalign.recipes.build import make_federation
 from gradalign.runs.metrics import read_metrics
-from gradalign.server.federation import ServerState
+from gradalign.server.federation import ServerState, make_federation
 from gradalign.server.rounds import play_round
 from gradalign.tasks.digits import digits
 

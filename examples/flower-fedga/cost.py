@@ -10,8 +10,7 @@ import gradalign as ga
 from gradalign.algorithms.plan import combine
 from gradalign.client.flat import FlatModel
 from gradalign.flower.engine import in_process_engine
-from gradalign.recipes.build import make_federation
-from gradalign.server.federation import ServerState
+from gradalign.server.federation import ServerState, make_federation
 from gradalign.server.rounds import play_round
 from gradalign.tasks.digits import digits
 

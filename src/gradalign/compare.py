@@ -17,8 +17,18 @@ from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report.statistics import spread_of
-from gradalign.runs import COMPARISON, CURVES, METRICS, SPEC, SUMMARY, safe_name, write_toml
-from gradalign.runs.folder import differing_fields, locked, refuse_strangers, write_json
+from gradalign.runs import (
+    COMPARISON,
+    CURVES,
+    METRICS,
+    SPEC,
+    SUMMARY,
+    differing_fields,
+    safe_name,
+    write_json,
+    write_toml,
+)
+from gradalign.runs.folder import locked, refuse_strangers
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table as read_toml
 from gradalign.server.measure import Row

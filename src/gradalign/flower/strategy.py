@@ -19,8 +19,7 @@ from gradalign.client.trainer import check_device
 from gradalign.errors import GradalignError
 from gradalign.flower.engine import FlowerEngine
 from gradalign.flower.exchange import Patience, Roster, logger
-from gradalign.recipes.build import make_federation
-from gradalign.server.federation import Federation, describe
+from gradalign.server.federation import Federation, describe, make_federation
 from gradalign.server.measure import Measure, Row
 from gradalign.server.runner import CHECKPOINT_SECONDS, Result, RunOptions, conduct
 from gradalign.tasks.batches import Examples

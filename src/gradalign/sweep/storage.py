@@ -22,8 +22,8 @@ from optuna.study import StudyDirection
 from sqlalchemy.exc import DatabaseError
 
 from gradalign.errors import FolderInUseError, GradalignError
-from gradalign.runs import COMPARISON, SPEC, SWEEP, not_written, write_toml
-from gradalign.runs.folder import differing_fields, locked, refuse_strangers
+from gradalign.runs import COMPARISON, SPEC, SWEEP, differing_fields, not_written, write_toml
+from gradalign.runs.folder import locked, refuse_strangers
 from gradalign.runs.untrusted import is_file, is_there
 from gradalign.runs.untrusted import read_table as read_toml
 

@@ -31,7 +31,7 @@ import torch
 from gradalign.algorithms.schedule import require
 from gradalign.client.trainer import named_failure, one_thread
 from gradalign.errors import GradalignError, whole
-from gradalign.server.rounds import probe_clients
+from gradalign.server.measure import probe_clients
 from gradalign.tasks.task import Task
 from gradalign.theory.probe import HalfSplit, Probe, Spread, spread, within_client
 from gradalign.theory.random_splits import LEVEL, SPLITS, Null, mean_of_known, null_of
