@@ -15,6 +15,7 @@ from torch import nn
 
 import gradalign as ga
 from conftest import blobs, vector
+from gradalign.client.trainer import Setup
 from gradalign.tasks.task import share_correct
 from test_cli import SMALL, call
 
@@ -169,7 +170,7 @@ def test_workers_do_not_hold_the_locks_of_other_runs():
     from gradalign.runs.folder import locked
 
     with locked(Path("a")):
-        engine = PoolEngine(blobs(), LOCAL, 0, 1)
+        engine = PoolEngine(Setup(task=blobs(), local=LOCAL), 1)
     with engine, locked(Path("a")):
         assert engine.worker_pids()
 

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 
 import gradalign as ga
 from conftest import vector
-from exchanges import group_of, trainer_of
+from exchanges import group_of, told, trainer_of, who
 from gradalign.fast.eligible import cohort_layers
 from gradalign.fast.linear import ProductLinear
 from gradalign.fast.stacks import FasterStack, Run, _innermost, run_stacks_faster
@@ -469,9 +469,9 @@ def test_random_stacks_are_the_same_function(seed):
         task = task_of(lambda: drawn(seed))
         trainer = trainer_of(task, LOCAL, fast=fast)
         start = trainer.flat.read()
-        gradient = trainer.gradient(start, task.client(0), client=0, round_index=0)
+        gradient = trainer.gradient(told(start), *who([0]), task.client(0))
         score = trainer.evaluate(start, task.client(0), torch.arange(9))
-        found.append([gradient.gradient.double(), torch.tensor([gradient.loss, score.loss])])
+        found.append([gradient.vector.double(), torch.tensor([*gradient.losses, score.loss])])
     for own, known in zip(*found, strict=True):
         assert float((own - known).norm()) <= 1e-11 * float(known.norm())
 

@@ -261,3 +261,24 @@ def test_a_client_takes_its_own_gradient_where_nobody_has_asked_for_it(model):
             one_by_one, vector=one_by_one.vector + group_of(task, LOCAL).train(said, [other])[0].vector
         )
     assert float((one_by_one.vector - found[0].vector).norm()) < 1e-5 * float(found[0].vector.norm())
+
+
+@BOTH
+@pytest.mark.parametrize("uneven", [lambda client: client % 3, lambda client: client // 5], ids=["within", "between"])
+def test_displacements_that_differ_within_and_between_groups(model, uneven):
+    class ByWeight(ga.FedGA):
+        only_displaces = True
+
+        def plan(self, view):
+            strength = self.strength * CLIENTS * view.weight
+            return Plan(displacement=Blend(view.mean(), strength, strength))
+
+    def cut(client, data):
+        return (data[0][: 9 + uneven(client)], data[1][: 9 + uneven(client)])
+
+    ends = [
+        vector(ga.run(task_of(model, cut), ByWeight(beta=0.3), rounds=1, local=LOCAL, workers=0, fast=fast,
+                      weights="examples"))
+        for fast in (True, False)
+    ]  # fmt: skip
+    assert float((ends[0] - ends[1]).norm()) < 1e-5 * float(ends[1].norm())

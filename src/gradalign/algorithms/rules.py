@@ -50,7 +50,6 @@ class FedAvgM(ServerRule):
             raise GradalignError(f"server.momentum must be in [0, 1), got {self.momentum:g}")
 
     def step(self, x: Tensor, update: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """Return the next point and the next memory."""
         velocity = self.momentum * memory["velocity"] + update if memory else update.clone()
         direction = update + self.momentum * velocity if self.nesterov else velocity
         return x + self.lr * direction, {"velocity": velocity}
@@ -75,10 +74,10 @@ class _Adaptive(ServerRule):
                 raise GradalignError(f"server.{name} must be in [0, 1), got {getattr(self, name):g}")
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        """Return the next v, given u²."""
         raise NotImplementedError
 
     def step(self, x: Tensor, update: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """Return the next point and the next memory."""
         if not memory:
             memory = {"m": torch.zeros_like(update), "v": torch.full_like(update, self.tau**2)}
         m = self.beta1 * memory["m"] + (1.0 - self.beta1) * update
@@ -94,7 +93,6 @@ class FedAdagrad(_Adaptive):
     beta1: float = 0.0
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Return the next v."""
         return v + squared
 
 
@@ -106,7 +104,6 @@ class FedAdam(_Adaptive):
     beta2: float = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Return the next v."""
         return self.beta2 * v + (1.0 - self.beta2) * squared
 
 
@@ -118,5 +115,4 @@ class FedYogi(_Adaptive):
     beta2: float = 0.99
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Return the next v."""
         return v - (1.0 - self.beta2) * squared * torch.sign(v - squared)

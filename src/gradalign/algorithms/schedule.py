@@ -94,11 +94,9 @@ class Warmup:
         _span("a warm-up", self.rounds, self.share)
 
     def over(self, rounds: int) -> Self:
-        """Return the same with rounds for a share."""
         return self if self.share is None else replace(self, rounds=_length(self.share, rounds), share=None)
 
     def at(self, round_index: int) -> float:
-        """Return the value in force in this round."""
         done = min(1.0, round_index / _known(self.rounds))
         return self.start + (self.value - self.start) * done
 
@@ -116,11 +114,9 @@ class OffUntil:
         _begin("being off", self.share)
 
     def over(self, rounds: int) -> Self:
-        """Return the same with a round for a share."""
         return self if self.share is None else replace(self, round=_in_rounds(self.share, rounds), share=None)
 
     def at(self, round_index: int) -> float:
-        """Return the value in force in this round."""
         return self.value if round_index >= _known(self.round) else 0.0
 
 
@@ -142,13 +138,11 @@ class Cosine:
         _span("a cosine schedule", self.rounds, self.share)
 
     def over(self, rounds: int) -> Self:
-        """Return the same with rounds for a share."""
         if self.rounds is not None:
             return self
         return replace(self, rounds=_length(1.0 if self.share is None else self.share, rounds), share=None)
 
     def at(self, round_index: int) -> float:
-        """Return the value in force in this round."""
         done = min(1.0, round_index / _known(self.rounds))
         return self.end + (self.value - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
@@ -158,16 +152,13 @@ SCHEDULES: dict[str, type[Schedule]] = {"steps": Steps, "warmup": Warmup, "off-u
 """Every schedule by its kind in a recipe."""
 
 
-def number(name: str, value: Any) -> float:
-    """Return a plain float for anything that is a number (NumPy and torch scalars too), or say that it is none."""
+def setting_of(name: str, value: Any) -> float | Schedule:
+    """Return a schedule, or a plain float for anything that is a number (NumPy and torch scalars too)."""
+    if isinstance(value, Schedule):
+        return value
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         raise GradalignError(f"{name} must be a number or a schedule, got {value!r}")
     return float(value)
-
-
-def setting_of(name: str, value: Any) -> float | Schedule:
-    """Return a number or a schedule as given by a user."""
-    return value if isinstance(value, Schedule) else number(name, value)
 
 
 def spanning(setting: float | Schedule, rounds: int) -> float | Schedule:

@@ -99,6 +99,7 @@ class Group:
         model = lockstep_model(setup) if together and layers is None else None
         self.lockstep = None if model is None else LockstepTrainer(setup, model)
         self._moved: tuple[Broadcast, Blend, Broadcast] | None = None
+        """The last broadcast, what displaced its clients alike, and the same with x displaced."""
 
     def width(self, told: Broadcast) -> int:
         """Return how many clients go together, by the task, the settings and the algorithm alone."""
@@ -187,21 +188,24 @@ class Group:
     def train(self, told: Broadcast, who: Sequence[Participant], out: Sequence[Tensor] | None = None) -> list[Update]:
         """Make every client's plan and carry it out; return every Δ_i, or their sum."""
         self.begin(told)
-        taken = self._take_missing(told, who) if told.algorithm.uses_own_gradient else {}
+        seen = self._own_gradients(told, who) if told.algorithm.uses_own_gradient else {}
         examples = self._examples([one.client for one in who])
         replies = self._train_together(told, who, examples, out) or [
             self._train_one(told, one, own, None if out is None else out[place])
             for place, (one, own) in enumerate(zip(who, examples, strict=True))
         ]
-        if not taken:
+        if not seen:
             return replies
-        return [replace(r, examples=r.examples + sum(taken.get(c, 0) for c in r.clients)) for r in replies]
+        return [replace(r, examples=r.examples + sum(seen.get(c, 0) for c in r.clients)) for r in replies]
 
-    def _take_missing(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, int]:
-        """Take the gradients at x that nobody has taken yet; return the examples that each reply's first client saw."""
+    def _own_gradients(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, int]:
+        """Take the gradients at x that nobody has taken; return the examples that no gradient phase has counted."""
+        replies = [self.cache.known(one) for one in who]
         missing = [one for one in who if self.cache.get(one.client) is None]
-        replies = self._take(told, missing, None) if missing else []
-        return {reply.clients[0]: reply.examples for reply in replies}
+        replies += self._take(told, missing, None) if missing else []
+        if told.algorithm.needs_gradients:
+            return {}
+        return {reply.clients[0]: reply.examples for reply in replies if reply is not None}
 
     def _train_one(self, told: Broadcast, one: Participant, examples: Examples, out: Tensor | None) -> Update:
         with named_failure(f"client {one.client}"):
@@ -258,9 +262,12 @@ class Group:
 
     def _displaced(self, told: Broadcast, blend: Blend) -> Broadcast:
         """Return the broadcast with x moved by the common part of a displacement; made once for a phase."""
-        if self._moved is None or self._moved[0] is not told or self._moved[1].common is not blend.common:
-            point = told.point.moved(-blend.others * blend.common)
-            self._moved = told, blend, replace(told, point=point)
+        if self._moved is not None:
+            before, last, moved = self._moved
+            if before is told and last.common is blend.common and last.others == blend.others:
+                return moved
+        point = told.point.moved(-blend.others * blend.common)
+        self._moved = told, blend, replace(told, point=point)
         return self._moved[2]
 
     def evaluate(self, point: Point, start: int, stop: int) -> Score:

@@ -1,2 +1,0 @@
-# moved to gradalign.fast.linear
-from gradalign.fast.linear import GradientFactors as GradientFactors

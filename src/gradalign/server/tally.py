@@ -1,2 +1,0 @@
-# moved to gradalign.server.rounds
-from gradalign.server.rounds import Sums as Sums
