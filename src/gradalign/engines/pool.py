@@ -197,10 +197,11 @@ class PoolEngine(LocalClients):
             old = True
         if changed_settings(told.algorithm, self._setup.algorithm) is None:
             self._setup = replace(self._setup, algorithm=told.algorithm)
-            self._messages = Messages(self._buffers, told.algorithm)
             old = True
-        for worker in list(self._workers) if old else ():
-            self._stop(worker)
+        if old:
+            self._messages = Messages(self._buffers, self._setup.algorithm)
+            for worker in list(self._workers):
+                self._stop(worker)
         return self._messages.written(self._buffers.told(told))
 
     def _free_rows(self, clients: Sequence[int]) -> dict[int, Tensor]:

@@ -6,15 +6,17 @@ import io
 import math
 import mmap
 import pickle
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradalign.algorithms.plan import Combination
-from gradalign.client.exchange import Broadcast, Reply, Update
+from gradalign.client.exchange import Broadcast
 from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
 
@@ -30,7 +32,7 @@ class SharedBuffers:
 
     def __init__(self, point: Point, slots: int, width: int, *, forked: bool = False) -> None:
         self._slots, self._width, self._forked = slots, width, forked
-        self._rooms: dict[str, Tensor] = {}
+        self.rooms: dict[str, Tensor] = {}
         vectors = {"x": point.x, "floats": point.floats, "ints": point.ints}
         self.point = Point(*(self._room(name, vector.numel(), like=vector) for name, vector in vectors.items()))
         self.mean = self._vectors("mean")
@@ -52,7 +54,7 @@ class SharedBuffers:
         else:
             room = torch.empty(0, dtype=like.dtype)
             room.set_(torch.UntypedStorage._new_shared(size))  # the kernel's fresh pages are zeros
-        self._rooms[name] = room
+        self.rooms[name] = room
         return room.view(shape)
 
     def _vectors(self, name: str, *shape: int, length: int | None = None) -> Tensor:
@@ -89,27 +91,6 @@ class SharedBuffers:
             shared={label: self.shared[label].copy_(vector) for label, vector in told.shared.items()},
         )
 
-    def brought(self, reply: Reply, slot: int, row: int) -> Reply:
-        """Return a reply with its vectors in shared memory: where they are if they lie there, else in this row."""
-        if isinstance(reply, Update):
-            floats, ints = self.floats[slot, row].copy_(reply.floats), self.ints[slot, row].copy_(reply.ints)
-            reply = replace(reply, floats=floats, ints=ints)
-        there = self.place_of(reply.vector) is not None
-        return reply if there else replace(reply, vector=self.out[slot, row].copy_(reply.vector))
-
-    def place_of(self, vector: Tensor) -> tuple[str, int, int] | None:
-        """Return where a vector lies in shared memory, None if it does not."""
-        for name, room in self._rooms.items():
-            start = vector.data_ptr() - room.data_ptr() if vector.numel() else 0
-            if room.dtype == vector.dtype and 0 <= start <= room.nbytes - vector.nbytes:
-                return name, start // room.itemsize, vector.numel()
-        return None
-
-    def at(self, place: tuple[str, int, int]) -> Tensor:
-        """Return the vector that lies in this place."""
-        name, start, length = place
-        return self._rooms[name][start : start + length]
-
 
 def changed_settings(now: Combination, known: Combination | None) -> dict[str, dict[str, Any]] | None:
     """Return what a round's algorithm has set otherwise than the one known elsewhere; None if its classes differ.
@@ -125,47 +106,76 @@ def changed_settings(now: Combination, known: Combination | None) -> dict[str, d
     }
 
 
-class _Writer(pickle.Pickler):
-    """Writes vectors as their places in shared memory, and an algorithm as its settings."""
-
-    def __init__(self, file: io.BytesIO, buffers: SharedBuffers, algorithm: Combination | None) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._buffers, self._algorithm = buffers, algorithm
-
-    def persistent_id(self, value: object) -> object:
-        """Return what stands for a value; None for one that is written as it is."""
-        if isinstance(value, Combination):
-            return changed_settings(value, self._algorithm)
-        return self._buffers.place_of(value) if isinstance(value, Tensor) else None
+def vector_at(name: str, start: int, length: int) -> Tensor:
+    """Stands, in what is written, for a vector in shared memory."""
+    raise NotImplementedError("only Messages can read this")
 
 
-class _Reader(pickle.Unpickler):
-    """Reads what a ``_Writer`` wrote."""
-
-    def __init__(self, file: io.BytesIO, buffers: SharedBuffers, algorithm: Combination | None) -> None:
-        super().__init__(file)
-        self._buffers, self._algorithm = buffers, algorithm
-
-    def persistent_load(self, reference: Any) -> object:
-        """Return the value that a reference stands for."""
-        if isinstance(reference, dict) and self._algorithm is not None:
-            return self._algorithm.with_values(reference)
-        return self._buffers.at(reference)
+def algorithm_with(settings: dict[str, dict[str, Any]]) -> Combination:
+    """Stands, in what is written, for the known algorithm with some settings changed."""
+    raise NotImplementedError("only Messages can read this")
 
 
-@dataclass(frozen=True)
 class Messages:
-    """How the server and its workers write to each other; all of them know the algorithm's classes."""
+    """How the server and its workers write to each other: vectors as places in shared memory, algorithms as settings.
 
-    buffers: SharedBuffers
-    algorithm: Combination | None
+    Both sides know the same rooms and the same algorithm.
+    """
+
+    def __init__(self, buffers: SharedBuffers, algorithm: Combination | None) -> None:
+        self._rooms, self._algorithm = buffers.rooms, algorithm
+        self._starts = sorted((room.data_ptr(), name) for name, room in buffers.rooms.items() if room.numel())
+
+    def place_of(self, vector: Tensor) -> tuple[str, int, int] | None:
+        """Return where a vector lies in shared memory, None if it does not."""
+        if not vector.numel():
+            return "floats" if vector.is_floating_point() else "ints", 0, 0
+        after = bisect_right(self._starts, vector.data_ptr(), key=itemgetter(0))
+        first, name = self._starts[after - 1]
+        start, room = vector.data_ptr() - first, self._rooms[name]
+        inside = after and start + vector.nbytes <= room.nbytes
+        return (name, start // room.itemsize, vector.numel()) if inside else None
+
+    def vector_at(self, name: str, start: int, length: int) -> Tensor:
+        """Return the vector that lies in a place."""
+        return self._rooms[name][start : start + length]
+
+    def shortened(self, value: object) -> Any:
+        """Return what is written instead of a value, NotImplemented for one that is written as it is."""
+        if isinstance(value, Tensor):
+            place = self.place_of(value)
+            return NotImplemented if place is None else (vector_at, place)
+        if isinstance(value, Combination):
+            return algorithm_with, (changed_settings(value, self._algorithm),)
+        return NotImplemented
 
     def written(self, value: object) -> bytes:
         """Return a job or an answer as bytes."""
         file = io.BytesIO()
-        _Writer(file, self.buffers, self.algorithm).dump(value)
+        _Writer(file, self).dump(value)
         return file.getvalue()
 
     def read(self, data: bytes) -> Any:
         """Return what was written, its vectors being views of shared memory."""
-        return _Reader(io.BytesIO(data), self.buffers, self.algorithm).load()
+        known = {} if self._algorithm is None else {"algorithm_with": self._algorithm.with_values}
+        return _Reader(io.BytesIO(data), known | {"vector_at": self.vector_at}).load()
+
+
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, messages: Messages) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._messages = messages
+
+    def reducer_override(self, value: Any) -> Any:
+        """Let vectors and algorithms be shortened."""
+        return self._messages.shortened(value)
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, known: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Give what stands for vectors and algorithms its meaning."""
+        return self._known[name] if module == __name__ else super().find_class(module, name)

@@ -23,6 +23,7 @@ from gradalign.client.exchange import (
     Participant,
     Reply,
     Score,
+    Update,
 )
 from gradalign.client.trainer import Setup, named_failure
 from gradalign.engines.shared import Messages, SharedBuffers
@@ -135,8 +136,17 @@ class _Bench:
         work = group.train if job.trains else group.gradients
         replies: list[Reply] = list(work(self._broadcast(job), job.who, buffers.out[job.slot].unbind()))
         for row, reply in enumerate(replies):
-            replies[row] = buffers.brought(reply, job.slot, row)
+            replies[row] = self._brought(reply, job.slot, row)
         return Answer(replies, cache.fresh)
+
+    def _brought(self, reply: Reply, slot: int, row: int) -> Reply:
+        """Return a reply with its vectors in shared memory: where they are if they lie there, else in this row."""
+        buffers = self._buffers
+        if isinstance(reply, Update):
+            floats, ints = buffers.floats[slot, row].copy_(reply.floats), buffers.ints[slot, row].copy_(reply.ints)
+            reply = replace(reply, floats=floats, ints=ints)
+        there = self._messages.place_of(reply.vector) is not None
+        return reply if there else replace(reply, vector=buffers.out[slot, row].copy_(reply.vector))
 
     def _broadcast(self, job: Job) -> Broadcast:
         """Return what all clients of the phase are told: one object, so that what is made of it is made once."""
