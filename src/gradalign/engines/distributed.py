@@ -31,10 +31,8 @@ from gradalign.errors import GradalignError, LostRankError
 from gradalign.fast import Group, evaluation_spans
 from gradalign.stopping import left_to_the_kernel
 
-_AHEAD = 2
-"""How many replies for each rank may wait for their turn."""
-_NUMBERS = ("round", "lr", "gradient_examples", "participants", "one_by_one")
-"""What a broadcast says beside vectors and algorithm."""
+_AHEAD = 2  # replies for each rank that may wait for their turn
+_NUMBERS = ("round", "lr", "gradient_examples", "participants", "one_by_one")  # of a broadcast
 
 
 class Wire:
@@ -56,8 +54,7 @@ class Wire:
         gloo = self._owned or dist.get_backend() == "gloo"
         self._group = None if gloo else dist.new_group(backend="gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.others = range(1, self.size) if self.rank == 0 else range(1)
-        """With whom this rank speaks."""
+        self.others = range(1, self.size) if self.rank == 0 else range(1)  # with whom this rank speaks
 
     @contextmanager
     def _with(self, peer: int) -> Iterator[None]:
@@ -127,10 +124,8 @@ class DistributedEngine(LocalClients):
             self._group = Group(replace(setup, clients_per_round=0))  # one by one: the bits of any number of ranks
         self._point = self._group.one.flat.read()
         self._told = Broadcast(point=self._point, round=0, algorithm=self._algorithm)
-        self._rank_of: dict[int, int] = {}
-        """Which rank has taken a client's gradient at the present point."""
-        self._in_step = True
-        """Whether every other rank is waiting to be asked; if not, nothing more can be said to them."""
+        self._rank_of: dict[int, int] = {}  # who has taken a client's gradient at the present point
+        self._in_step = True  # whether every other rank waits to be asked; if not, nothing more can be said to them
 
     def _do(self, verb: str, order: Participant | tuple[int, int]) -> Reply | Score:
         """Do one client's work, or evaluate some of the test examples."""
@@ -162,19 +157,18 @@ class DistributedEngine(LocalClients):
         settings = changed_settings(told.algorithm, self._algorithm)
         if settings is None:
             raise GradalignError("the ranks of a job were started for another algorithm")
-        numbers = {name: getattr(told, name) for name in _NUMBERS}
+        numbers, mean = {name: getattr(told, name) for name in _NUMBERS}, [] if told.mean is None else [told.mean]
         self._in_step = False
-        self._say("told", numbers, settings, told.mean is not None, list(told.shared))
-        for vector in ([] if told.mean is None else [told.mean]) + list(told.shared.values()):
+        self._say("told", numbers, settings, bool(mean), list(told.shared))
+        for vector in (*mean, *told.shared.values()):
             self.wire.broadcast(vector.to(told.point.x.dtype))
         self._told, self._in_step = told, True
 
     def _ask(self, verb: str, order: Participant | tuple[int, int], peer: int) -> None:
-        if isinstance(order, tuple):
-            self.wire.say((verb, *order), peer)
-            return
-        self.wire.say((verb, order.client, order.weight, order.share, list(order.kept)), peer)
-        for vector in order.kept.values():
+        kept = {} if isinstance(order, tuple) else order.kept
+        words = order if isinstance(order, tuple) else (order.client, order.weight, order.share, list(kept))
+        self.wire.say((verb, *words), peer)
+        for vector in kept.values():
             self.wire.send(vector.to(self._point.x.dtype), peer)
 
     def _hear(self, verb: str, peer: int) -> Reply | Score | GradalignError:
@@ -192,14 +186,10 @@ class DistributedEngine(LocalClients):
         return Update(vector=vector, floats=floats, ints=ints, **numbers)
 
     def _stream(self, verb: str, orders: Sequence[Any], ranks: Sequence[int]) -> Iterator[Any]:
-        """Have the ranks do orders, one each at a time; yield the answers in the orders' order.
-
-        Only this rank waits, and it asks a rank again only when that one has answered: a phase that fails leaves all
-        ranks in step.
-        """
+        """Have the ranks do orders, one each at a time; yield the answers in the orders' order."""
+        # Only this rank waits, and it asks a rank again when that one has answered: a failed phase leaves all in step.
         waiting = [deque(place for place, owner in enumerate(ranks) if owner == rank) for rank in range(self.wire.size)]
-        answers: dict[int, Any] = {}
-        turn = 0
+        answers, turn = dict[int, Any](), 0
         while turn < len(orders):
             soon = turn + _AHEAD * self.wire.size
             wave = {rank: queue.popleft() for rank, queue in enumerate(waiting) if queue and queue[0] < soon}
@@ -243,8 +233,7 @@ class DistributedEngine(LocalClients):
             return None
         self._move(point)
         spans = evaluation_spans(len(examples))
-        ranks = [place % self.wire.size for place in range(len(spans))]
-        return sum(self._stream("evaluate", spans, ranks), Score())
+        return sum(self._stream("evaluate", spans, [place % self.wire.size for place in range(len(spans))]), Score())
 
     def finish(self, result: Any, point: Point) -> None:
         """Tell the other ranks that the run is over, its result (anything JSON can say) and its final point."""

@@ -224,6 +224,8 @@ class PoolEngine(LocalClients):
             trains=rows is None,
             who=[
                 replace(one, kept={label: kept[label][slot, row].copy_(own) for label, own in one.kept.items()})
+                if one.kept
+                else one
                 for row, one in enumerate(who)
             ],
             known={client: entries[client] for client in clients if client in entries},
