@@ -5,7 +5,7 @@ The names below are loaded when first used, so that ``import gradalign`` and ``g
 
 from __future__ import annotations
 
-from gradalign._version import __version__
+__version__ = "0.1.0"
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing for it would cost a command its first moments
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Argument, Option
 
-from gradalign._version import __version__
+from gradalign import __version__
 from gradalign.cli import theory
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json, say
 from gradalign.cli.data import data_app

@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from gradalign._version import __version__
+from gradalign import __version__
 from gradalign.errors import shown_text
 from gradalign.report import how_to_repeat, series, statistics
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradalign._version import __version__
+from gradalign import __version__
 from gradalign.server.federation import Federation, ServerState
 from gradalign.server.measure import Measure, Row
 from gradalign.server.rounds import RoundFacts
