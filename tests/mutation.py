@@ -1,7 +1,7 @@
 """Mutation testing: small wrong changes, one at a time, each of which some test must notice.
 
     python -m tests.mutation --sample 200 --seed 0          # a seeded sample over all guarded modules
-    python -m tests.mutation algorithms/rules server/tally        # every mutant of two modules
+    python -m tests.mutation algorithms/rules server/rounds        # every mutant of two modules
 
 The changes are cosmic-ray's (a sign, a comparison, a number, a boolean, a loop left out), with one of our own: an
 operand left out, so that a weight or a factor goes missing. cosmic-ray itself starts Python anew for every mutant; here
@@ -44,63 +44,48 @@ ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
-TOGETHER = ("products", "fast_limits", "together", "reference")
+ROUNDS = ("combinations", "sums", "algorithms", "reference")
+TOGETHER = ("products", "fast_limits", "together", "lockstep", "reference")
 OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed")
-TASKS = ("bounds", "partition", "holdout", "tasks", "streams", "constants", "evaluation")
-THEORY = ("checks", "theory")
+TASKS = ("bounds", "partition", "holdout", "groups", "tasks", "streams", "constants", "evaluation")
+THEORY = ("checks", "theory", "probe")
 GUARDS: dict[str, tuple[str, ...]] = {
-    "algorithms/plan": ("combinations", "sums", "algorithms", "reference"),
     "algorithms/__init__": ("combinations", "algorithms", "constants", "bounds", "reference"),
+    "algorithms/plan": ROUNDS,
     "algorithms/rules": ("server", "constants", "bounds", "reference"),
     "algorithms/schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
-    "seeding": ("many_clients", "streams", "local", "holdout"),
+    "algorithms/view": ROUNDS,
     "client/__init__": ("constants", "bounds", "local", "reference"),
-    "client/trainer": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
+    "client/exchange": (*ROUNDS, "streams", "measuring", "resume_bits"),
     "client/step": ("algorithms", "reference", "fast_limits", "decay"),
-    "fast/linear": ("fast_limits", "reference"),
-    "fast/spectrum": ("spectrum",),
-    "fast/stacks": ("same_function", "fast"),
-    "server/alignment": ("alignment", "bounds", "measuring", "weights", "evaluation"),
-    "server/rounds": (
-        "algorithms",
-        "evaluation",
-        "reference",
-        "streams",
-        "measuring",
-        "local",
-        "together",
-        "lockstep",
-    ),
-    "server/tally": ("algorithms", "reference"),
-    "server/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence", "engines", "runs"),
+    "client/trainer": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
+    "fast/__init__": ("together", "lockstep", "fast", "reference", "resume_bits", "streams"),
     "fast/batches": TOGETHER,
+    "fast/cohort": TOGETHER,
     "fast/eligible": ("together", "fast_limits", "lockstep"),
-    "fast/large": TOGETHER,
+    "fast/linear": ("fast_limits", "fast", "lockstep", "same_function", "reference"),
     "fast/lockstep": ("fast_limits", "lockstep", "reference"),
     "fast/products": TOGETHER,
-    "fast/factors": TOGETHER,
-    "fast/cohort": TOGETHER,
-    "optim/averaging": OPTIM,
-    "optim/base": OPTIM,
+    "fast/spectrum": ("spectrum",),
+    "fast/stacks": ("same_function", "fast"),
     "optim/closures": OPTIM,
     "optim/gradalign": OPTIM,
-    "optim/pending": OPTIM,
     "optim/ranks": OPTIM,
-    "optim/two_passes": OPTIM,
-    "optim/vectors": OPTIM,
     "optim/two_pass_steps": OPTIM,
+    "optim/two_passes": OPTIM,
     "optim/wrapper": OPTIM,
-    "tasks/data": TASKS,
+    "seeding": ("many_clients", "streams", "local", "holdout"),
+    "server/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence", "engines", "runs"),
+    "server/rounds": (*ROUNDS, "evaluation", "streams", "measuring", "local", "together", "lockstep"),
+    "tasks/batches": (*TASKS, "batches"),
     "tasks/divide": TASKS,
-    "tasks/groups": ("groups", "holdout"),
     "tasks/holdout": TASKS,
     "tasks/partition": TASKS,
-    "theory/calculus": THEORY,
     "theory/check": THEORY,
+    "theory/claims": THEORY,
     "theory/descent": THEORY,
-    "theory/federated": THEORY,
+    "theory/probe": ("probe", "bounds", "measuring", "weights", "evaluation"),
     "theory/problems": THEORY,
-    "theory/sequential": THEORY,
     "theory/whole": ("checks",),
 }
 

@@ -59,3 +59,9 @@ def find(name: str) -> Any:
     except ModuleNotFoundError:
         outer, _, inner = name.rpartition(".")
         return getattr(find(outer), inner)
+
+
+def test_the_mutation_tester_knows_the_modules_and_the_tests_that_guard_them():
+    guards = import_module("mutation").GUARDS
+    assert all((SOURCE / f"{module}.py").is_file() for module in guards)
+    assert all(Path(__file__).with_name(f"test_{name}.py").is_file() for names in guards.values() for name in names)
