@@ -87,7 +87,8 @@ class Slow:
 def test_a_killed_worker_is_replaced_and_the_bits_stay():
     task = blobs()
     slow = ga.Task(model=task.model, clients=[Slow(*client) for client in task.clients], test=task.test)
-    federation, setup = _federation(slow, EVERYTHING), Setup(task=slow, local=LOCAL, algorithm=EVERYTHING)
+    federation = _federation(slow, EVERYTHING)
+    setup = Setup(task=slow, local=LOCAL, clients_per_round=len(slow.clients), algorithm=EVERYTHING)
     with InProcessEngine(setup) as engine:
         expected = _play(engine, federation)
     with PoolEngine(setup, 2) as engine:

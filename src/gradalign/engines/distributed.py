@@ -57,13 +57,13 @@ class Wire:
         self.others = range(1, self.size) if self.rank == 0 else range(1)  # with whom this rank speaks
 
     @contextmanager
-    def _with(self, peer: int) -> Iterator[None]:
+    def _with(self, peer: int | None) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, ValueError) as error:
             late = "timed out" in str(error).lower()
             what = "did not answer in time" if late else "ended before its work was done"
-            raise LostRankError(f"rank {peer} of the job {what}") from error
+            raise LostRankError(f"{'a rank' if peer is None else f'rank {peer}'} of the job {what}") from error
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Send a tensor whose shape and kind the receiver knows."""
@@ -95,12 +95,12 @@ class Wire:
         tensor = tensor.detach().cpu().contiguous()
         if tensor.numel():
             try:
-                dist.broadcast(tensor, 0, group=self._group)
-            except (RuntimeError, ValueError) as error:
-                # A broadcast does not say who is gone, sending something does.
-                for peer in self.others:
+                with self._with(1 - self.rank if self.size == 2 else None):
+                    dist.broadcast(tensor, 0, group=self._group)
+            except LostRankError:
+                for peer in self.others:  # a broadcast does not say who is gone, sending something may
                     self.send(torch.zeros(1), peer)
-                raise LostRankError("a rank of the job ended before its work was done") from error
+                raise
         return tensor
 
     def close(self) -> None:

@@ -64,8 +64,10 @@ class PoolEngine(LocalClients):
         """For what is decided about all clients alike; its cache knows what lies in shared memory."""
         width = COHORT if self._group.cohort else TOGETHER if self._group.lockstep else 1
         self._buffers = SharedBuffers(self._group.one.flat.read(), self._slots, width, forked=self._forks)
-        if setup.algorithm is not None:
+        if setup.algorithm is not None:  # so that the first workers have all they need
             self._buffers.make_room(setup.algorithm)
+            if setup.algorithm.uses_own_gradient and not self._group.lockstep:  # which needs less, by who takes part
+                self._buffers.make_room_for_gradients(setup.clients_per_round, self._group.one.flat.vector.numel())
         self._messages = Messages(self._buffers, setup.algorithm)
         self._phase = 0
         self._wanted = workers
