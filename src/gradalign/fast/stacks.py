@@ -63,18 +63,19 @@ def pooled_first(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """
     found = list(layers)
     for place, (first, second) in enumerate(itertools.pairwise(layers)):
-        if type(first) is nn.ReLU and _pools(second):
+        if type(first) is nn.ReLU and pools(second):
             found[place], found[place + 1] = second, nn.Threshold(0.0, 0.0)
     return found
 
 
-def _pools(layer: nn.Module) -> bool:
+def pools(layer: nn.Module) -> bool:
+    """Return whether a layer is max-pooling that gives images and nothing else."""
     return type(layer) is nn.MaxPool2d and not layer.return_indices
 
 
 def is_blind(layer: nn.Module) -> bool:
     """Return whether a layer gives the same numbers however its images lie in memory."""
-    return (type(layer) in _BLIND or _pools(layer)) and not is_hooked(layer)
+    return (type(layer) in _BLIND or pools(layer)) and not is_hooked(layer)
 
 
 def flattens(layer: nn.Module) -> bool:
@@ -136,7 +137,7 @@ def _steps(layers: Iterable[nn.Module]) -> list[Step]:
 
 def _as_run(layers: list[nn.Module]) -> Sequence[Step]:
     """Return the layers as one run where that pays: laying images out anew costs more than it gains without pooling."""
-    return [Run(layers)] if any(_pools(layer) for layer in layers) else layers
+    return [Run(layers)] if any(pools(layer) for layer in layers) else layers
 
 
 class Run:
