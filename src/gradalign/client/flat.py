@@ -61,7 +61,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 class FlatModel:
-    """Wraps a module in place; parameters with ``requires_grad=False`` keep out of the flat vector."""
+    """Wraps a module in place; parameters with ``requires_grad=False`` stay out of the flat vector."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -54,7 +54,6 @@ class Neighbours:
 
     @property
     def sizes(self) -> list[int]:
-        """How many examples each has."""
         return [len(own) for own in self.examples]
 
     @property
@@ -75,16 +74,12 @@ class Neighbours:
         return inputs.to(dtype), targets, starts
 
     def weights(self, dtype: torch.dtype) -> Tensor:
-        """Return w_i of each."""
         return torch.tensor([one.weight for one in self.who], dtype=dtype)
 
     def gradient_rows(self, seed: int) -> list[Tensor]:
         """Return the rows of every client's gradient phase: those of the per-client path."""
-        told = self.told
-        return [
-            gradient_rows(len(own), told.gradient_examples, seed, told.round, one.client)
-            for own, one in zip(self.examples, self.who, strict=True)
-        ]
+        limit, index, pairs = self.told.gradient_examples, self.told.round, zip(self.examples, self.who, strict=True)
+        return [gradient_rows(len(own), limit, seed, index, one.client) for own, one in pairs]
 
     def gradient(
         self, vector: Tensor, losses: Tensor, counts: list[int], accuracies: Sequence[float | None], own: slice = ALL
@@ -193,5 +188,5 @@ def _mean_of_counted(outputs: Tensor, targets: Tensor, weights: Tensor | None) -
 
 
 def nonfinite_members(vectors: Sequence[Tensor]) -> Tensor:
-    """Return for each client whether any of its numbers is not finite; tensors are (client, ...)."""
+    """Return for each client whether any of its numbers is not finite; tensors are (client, …)."""
     return torch.stack([~torch.isfinite(vector.flatten(1)).all(dim=1) for vector in vectors]).any(dim=0)

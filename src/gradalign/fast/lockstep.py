@@ -1,4 +1,4 @@
-"""A few clients of a larger network in lockstep, each large linear weight kept once for all of them.
+"""A few clients of a larger network in lockstep, each large linear weight stored once for all of them.
 
 All clients of a round start from the same weight W, and after some steps on n examples a client's own weight is
 W − α·GᵀX with n rows in G and X (see ``linear``). While n is small, nobody writes that out: a layer's outputs are
@@ -83,9 +83,8 @@ class LockstepTrainer:
             own = self.factors.displace(own, group.along, group.gradients)
         before = [None if isinstance(one, LargeWeight) else one.clone() for one in own]
         losses = self._walk(own, inputs, targets, batches, group.told.lr)
-        updates = [
-            a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in zip(own, before, strict=True)
-        ]
+        pairs = zip(own, before, strict=True)
+        updates = [a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in pairs]
         total = group.sum
         losses += self._sum(updates, group, total)
         return [group.update(total, losses, batches, self.local)]

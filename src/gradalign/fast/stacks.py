@@ -90,7 +90,6 @@ class FasterConvolution:
         self._layer = layer
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Return the convolution, in the plain order, by the spectra wherever that is faster."""
         layer = self._layer
         if type(layer) is nn.Conv2d and _is_usual(input):
             return convolve(layer, input, layer.weight, layer.bias).contiguous()
@@ -107,11 +106,9 @@ class FasterStack:
         self._steps: list[Step] = []
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Return what the members, one after the other, make of the input."""
         # A model's own code may watch, replace or re-parametrise a layer at any time.
-        present = [
-            (layer, type(layer), is_hooked(layer)) for layer in self._stack._modules.values() if layer is not None
-        ]
+        members = (layer for layer in self._stack._modules.values() if layer is not None)
+        present = [(layer, type(layer), is_hooked(layer)) for layer in members]
         if present != self._known:
             self._known, self._steps = present, _steps([layer for layer, _, _ in present])
         for step in self._steps:
