@@ -17,7 +17,7 @@ order of the parts' names, and all multiples come before all offsets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -94,7 +94,6 @@ class Algorithm:
         return replace(self, **{name: schedule.over(rounds) for name, schedule in schedules.items()})
 
     def values(self) -> dict[str, Any]:
-        """Return the algorithm's settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def plan(self, view: ClientView) -> Plan:
@@ -196,11 +195,9 @@ class Combination:
         return sum(part.strength for part in self._by_name)
 
     def over(self, rounds: int) -> Combination:
-        """Return the combination with schedules in shares of the run spread over its rounds."""
         return replace(self, parts=tuple(part.over(rounds) for part in self.parts))
 
     def at(self, round_index: int) -> Combination:
-        """Return the combination with all schedules resolved for this round."""
         return replace(self, parts=tuple(part.at(round_index) for part in self.parts))
 
     def plan(self, views: Mapping[str, ClientView]) -> Plan:
@@ -223,30 +220,21 @@ class Combination:
         return combine(other, self)
 
 
-def _flatten(things: tuple[Algorithm | ServerRule | Combination, ...]) -> Iterator[Algorithm | ServerRule]:
-    for thing in things:
-        if isinstance(thing, Combination):
-            yield from thing.parts
-            yield thing.server
-        elif isinstance(thing, Algorithm | ServerRule):
-            yield thing
-        else:
-            raise GradalignError(f"cannot combine {thing!r}: give algorithms such as FedGA(beta=0.1) and server rules")
-
-
 def combine(*things: Algorithm | ServerRule | Combination) -> Combination:
     """Join algorithms and at most one server rule that is not the plain average; FedAvg adds nothing to others."""
     parts: dict[str, Algorithm] = {}
     servers: list[ServerRule] = []
-    for thing in _flatten(things):
-        if isinstance(thing, ServerRule):
-            servers += [thing] if thing != ServerRule() else []
-        elif type(thing) is FedAvg:
-            continue
-        elif thing.label in parts:
-            raise GradalignError(f"{thing.label} was given twice in one combination")
-        else:
-            parts[thing.label] = thing
+    for thing in things:
+        for each in (*thing.parts, thing.server) if isinstance(thing, Combination) else (thing,):
+            if isinstance(each, ServerRule):
+                servers += [each] if each != ServerRule() else []
+            elif not isinstance(each, Algorithm):
+                problem = f"cannot combine {each!r}"
+                raise GradalignError(f"{problem}: give algorithms such as FedGA(beta=0.1) and server rules")
+            elif each.label in parts:
+                raise GradalignError(f"{each.label} was given twice in one combination")
+            elif type(each) is not FedAvg:
+                parts[each.label] = each
     if len(servers) > 1:
         raise GradalignError("a combination has one server rule, got " + " and ".join(s.label for s in servers))
     return Combination(tuple(parts.values()) or (FedAvg(),), servers[0] if servers else ServerRule())

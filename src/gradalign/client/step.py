@@ -45,7 +45,6 @@ class FactoredGradients:
                 layer.recorded = None
 
     def take(self, weight: Tensor) -> Factors:
-        """Return what was recorded for a weight since the last time."""
         layer = self._layers.get(id(weight))
         if layer is None or not layer.recorded:
             return []
