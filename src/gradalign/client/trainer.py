@@ -120,7 +120,8 @@ class ClientTrainer:
         model = setup.task.make_model(setup.seed, self.device)
         self.factored = FactoredGradients() if prepare is None else prepare(model, setup)
         self.flat = FlatModel(model)
-        self.dtype = self.flat.vector.dtype
+        # Of what is given to the model: its first layer's, which may be a frozen one of another precision.
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""
