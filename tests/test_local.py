@@ -52,7 +52,7 @@ def test_momentum_agrees_with_torch_sgd():
     assert np.abs(one_client(local, problem) - model.w.detach().numpy()).max() < 1e-12
 
 
-def test_travel_is_the_weight_of_all_gradients():
+def test_the_total_step_size_is_the_weight_of_all_gradients():
     """With momentum m and K = 3 the gradients act with 1 + m + m², 1 + m and 1."""
     local = ga.LocalTraining(lr=0.5, steps=3, momentum=0.4)
     assert local.total_step_size(0.5, 3) == pytest.approx(0.5 * ((1 + 0.4 + 0.16) + (1 + 0.4) + 1))
@@ -194,6 +194,25 @@ def test_a_model_instance_is_copied_and_frozen_parameters_stay():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(result.model[0].weight, before["0.weight"])
     assert not torch.equal(result.model[4].weight, before["4.weight"])
+
+
+class Half(nn.Module):
+    """A frozen layer in half precision before a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs).float())
+
+
+def test_inputs_come_in_the_precision_of_the_first_layer_also_of_a_frozen_one():
+    task = ga.Task(model=Half, clients=[(torch.randn(6, 4), torch.arange(6) % 3)])
+    result = ga.run(task, ga.FedGA(beta=0.1), rounds=1, local=ga.LocalTraining(lr=0.1, steps=2), workers=0)
+    assert result.model.body.weight.dtype == torch.bfloat16
+    assert result.model.head.weight.dtype == torch.float32
 
 
 def test_other_losses_and_batches():

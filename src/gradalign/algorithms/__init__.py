@@ -18,22 +18,11 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from gradalign.algorithms.plan import _KNOWN, Algorithm, FedAvg
+from gradalign.algorithms.plan import _KNOWN, Algorithm
+from gradalign.algorithms.plan import FedAvg as FedAvg
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.algorithms.view import Blend, ClientView, Plan
 from gradalign.errors import GradalignError
-
-__all__ = [
-    "FedAvg",
-    "FedDyn",
-    "FedGA",
-    "FedProx",
-    "LargeBatchGradAlign",
-    "LargeBatchSGD",
-    "LinearScaling",
-    "Scaffold",
-    "known_algorithms",
-]
 
 
 def known_algorithms() -> dict[str, type[Algorithm]]:
@@ -51,7 +40,6 @@ class FedProx(Algorithm):
         require("algorithm.mu", self.mu, least=0.0)
 
     def plan(self, view: ClientView) -> Plan:
-        """Return (0, 0, μ)."""
         return Plan(pull=self.mu)
 
 
@@ -72,31 +60,25 @@ class Scaffold(Algorithm):
 
     @property
     def keeps(self) -> bool:
-        """True for option II."""
         return self.control == "kept"
 
     @property
     def extra_down(self) -> int:
-        """Option II sends s down."""
-        return 1 if self.keeps else 0
+        return int(self.keeps)  # s
 
     @property
     def extra_up(self) -> int:
-        """Option II sends k_i⁺ − k_i up."""
-        return 1 if self.keeps else 0
+        return int(self.keeps)  # k_i⁺ − k_i
 
     @property
     def needs_gradients(self) -> bool:
-        """True for the fresh form."""
         return not self.keeps
 
     def plan(self, view: ClientView) -> Plan:
-        """Return (0, ḡ − g_i, 0) or (0, s − k_i, 0)."""
         own, mean = view.memory() if self.keeps else view.gradients()
         return Plan(correction=mean - own)
 
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
-        """Return k_i − s − Δ_i/(αK)."""
         own, shared = view.memory()
         return own - shared - update / total_step_size if total_step_size else own  # a round with α = 0 teaches nothing
 
@@ -121,25 +103,20 @@ class FedGA(Algorithm):
 
     @property
     def needs_gradients(self) -> bool:
-        """True unless β is zero in every round, or in the round asked for by ``at``."""
-        return not isinstance(self.beta, int | float) or self.beta != 0.0
+        return self.beta != 0.0  # a schedule is not; ``at`` makes it this round's number
 
     @property
     def only_displaces(self) -> bool:
-        """True, unless somebody's own variant plans more."""
-        return type(self).plan is FedGA.plan
+        return type(self).plan is FedGA.plan  # somebody's own variant may plan more
 
     @property
     def strength(self) -> float:
-        """β, a constant after ``at``."""
         return value_at(self.beta, 0)
 
     def at(self, round_index: int) -> Self:
-        """Return FedGA with this round's β."""
         return replace(self, beta=value_at(self.beta, round_index))
 
     def plan(self, view: ClientView) -> Plan:
-        """Return (−β(ḡ − g_i), 0, 0)."""
         if not self.needs_gradients:
             return Plan()
         return Plan(displacement=Blend(view.mean(), self.strength, self.strength), every_step=self.form == "step")
@@ -174,19 +151,16 @@ class LinearScaling(Algorithm):
 
     @property
     def needs_gradients(self) -> bool:
-        """True when aligned."""
         return self.aligned
 
     def plan(self, view: ClientView) -> Plan:
-        """Return (−(α/2) n (ḡ − p_i g_i), 0, 0)."""
         if not self.aligned:
             return Plan()
         own, mean = view.gradients()
         return Plan(displacement=-0.5 * view.lr * view.participants * (mean - view.weight * own))
 
     def multiple(self, participants: int) -> float:
-        """Return n: the mean of the updates becomes their sum."""
-        return float(participants)
+        return float(participants)  # the mean of the updates becomes their sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,26 +172,19 @@ class FedDyn(Algorithm):
     FedProx it pulls to x, like SCAFFOLD's option II it remembers; unlike both it corrects the server's average too.
     """
 
+    keeps: ClassVar[bool] = True
     alpha: float = 0.01
 
     def __post_init__(self) -> None:
         require("algorithm.alpha", self.alpha, above=0.0)
 
-    @property
-    def keeps(self) -> bool:
-        """True: h_i."""
-        return True
-
     def plan(self, view: ClientView) -> Plan:
-        """Return (0, −h_i, alpha)."""
         own, _ = view.memory()
         return Plan(correction=-own, pull=self.alpha)
 
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
-        """Return h_i − alpha·Δ_i."""
         own, _ = view.memory()
         return own - self.alpha * update
 
     def offset(self, shared: Tensor) -> Tensor | None:
-        """Return −h/alpha with this round's h."""
         return -shared / self.alpha

@@ -17,7 +17,7 @@ order of the parts' names, and all multiples come before all offsets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from gradalign.algorithms.rules import ServerRule
-from gradalign.algorithms.schedule import Schedule, spanning
+from gradalign.algorithms.schedule import Schedule
 from gradalign.algorithms.view import ClientView, Plan, SharedSums
 from gradalign.errors import GradalignError
 
-_KNOWN: dict[str, type[Algorithm]] = {}
-"""Every algorithm by its label; ``gradalign.algorithms.known_algorithms`` returns it."""
+_KNOWN: dict[str, type[Algorithm]] = {}  # by label; ``gradalign.algorithms.known_algorithms`` returns it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +91,9 @@ class Algorithm:
     def over(self, rounds: int) -> Self:
         """Return the algorithm with schedules that are given in shares of the run spread over its rounds."""
         schedules = {name: value for name, value in self.values().items() if isinstance(value, Schedule)}
-        return replace(self, **{name: spanning(schedule, rounds) for name, schedule in schedules.items()})
+        return replace(self, **{name: schedule.over(rounds) for name, schedule in schedules.items()})
 
     def values(self) -> dict[str, Any]:
-        """Return the algorithm's settings by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def plan(self, view: ClientView) -> Plan:
@@ -151,14 +149,11 @@ class Combination:
 
     def with_values(self, values: Mapping[str, Mapping[str, Any]]) -> Combination:
         """Return the combination with the settings of another one of the same parts."""
-        parts = {part.label: part for part in self.parts}
-        changed = {
-            label: {name: value for name, value in given.items() if getattr(parts[label], name) != value}
-            for label, given in values.items()
-        }
-        return Combination(
-            tuple(replace(parts[label], **new) if new else parts[label] for label, new in changed.items()), self.server
-        )
+        known, parts = {part.label: part for part in self.parts}, list[Algorithm]()
+        for label, given in values.items():
+            new = {name: value for name, value in given.items() if getattr(known[label], name) != value}
+            parts.append(replace(known[label], **new) if new else known[label])
+        return replace(self, parts=tuple(parts))
 
     @property
     def label(self) -> str:
@@ -170,22 +165,18 @@ class Combination:
 
     @property
     def needs_gradients(self) -> bool:
-        """Whether any part needs the gradient phase."""
         return any(part.needs_gradients for part in self.parts)
 
     @property
     def uses_own_gradient(self) -> bool:
-        """Whether any part's plan uses g_i."""
         return any(part.uses_own_gradient for part in self.parts)
 
     @property
     def only_displaces(self) -> bool:
-        """Whether the plan is at most a ``Blend``."""
         return all(part.only_displaces for part in self.parts)
 
     @property
     def one_step(self) -> bool:
-        """Whether any part is only defined for K = 1."""
         return any(part.one_step for part in self.parts)
 
     @property
@@ -204,19 +195,17 @@ class Combination:
         return sum(part.strength for part in self._by_name)
 
     def over(self, rounds: int) -> Combination:
-        """Return the combination with schedules in shares of the run spread over its rounds."""
-        return Combination(tuple(part.over(rounds) for part in self.parts), self.server)
+        return replace(self, parts=tuple(part.over(rounds) for part in self.parts))
 
     def at(self, round_index: int) -> Combination:
-        """Return the combination with all schedules resolved for this round."""
-        return Combination(tuple(part.at(round_index) for part in self.parts), self.server)
+        return replace(self, parts=tuple(part.at(round_index) for part in self.parts))
 
     def plan(self, views: Mapping[str, ClientView]) -> Plan:
         """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""
-        plans = [(part.plan(views[part.label]), views[part.label].gradient) for part in self._by_name]
+        plans = {part.label: part.plan(views[part.label]) for part in self._by_name}
         if not self.only_displaces:  # a blend meets vectors of other parts
-            plans = [(plan.written_out(gradient), gradient) for plan, gradient in plans]
-        return sum((plan for plan, _ in plans), Plan())
+            plans = {label: plan.written_out(views[label].gradient) for label, plan in plans.items()}
+        return sum(plans.values(), Plan())
 
     def corrected(self, mean: Tensor, shared: Mapping[str, Tensor], participants: int) -> Tensor:
         """Return the update to hand to the server's rule, given Σ p_i Δ_i and the new s by label."""
@@ -231,30 +220,21 @@ class Combination:
         return combine(other, self)
 
 
-def _flatten(things: tuple[Algorithm | ServerRule | Combination, ...]) -> Iterator[Algorithm | ServerRule]:
-    for thing in things:
-        if isinstance(thing, Combination):
-            yield from thing.parts
-            yield thing.server
-        elif isinstance(thing, Algorithm | ServerRule):
-            yield thing
-        else:
-            raise GradalignError(f"cannot combine {thing!r}: give algorithms such as FedGA(beta=0.1) and server rules")
-
-
 def combine(*things: Algorithm | ServerRule | Combination) -> Combination:
     """Join algorithms and at most one server rule that is not the plain average; FedAvg adds nothing to others."""
     parts: dict[str, Algorithm] = {}
     servers: list[ServerRule] = []
-    for thing in _flatten(things):
-        if isinstance(thing, ServerRule):
-            servers += [thing] if thing != ServerRule() else []
-        elif type(thing) is FedAvg:
-            continue
-        elif thing.label in parts:
-            raise GradalignError(f"{thing.label} was given twice in one combination")
-        else:
-            parts[thing.label] = thing
+    for thing in things:
+        for each in (*thing.parts, thing.server) if isinstance(thing, Combination) else (thing,):
+            if isinstance(each, ServerRule):
+                servers += [each] if each != ServerRule() else []
+            elif not isinstance(each, Algorithm):
+                problem = f"cannot combine {each!r}"
+                raise GradalignError(f"{problem}: give algorithms such as FedGA(beta=0.1) and server rules")
+            elif each.label in parts:
+                raise GradalignError(f"{each.label} was given twice in one combination")
+            elif type(each) is not FedAvg:
+                parts[each.label] = each
     if len(servers) > 1:
         raise GradalignError("a combination has one server rule, got " + " and ".join(s.label for s in servers))
     return Combination(tuple(parts.values()) or (FedAvg(),), servers[0] if servers else ServerRule())

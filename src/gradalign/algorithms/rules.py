@@ -29,7 +29,6 @@ class ServerRule:
         require("server.lr", self.lr, above=0.0)
 
     def step(self, x: Tensor, update: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """Return the next point and the next memory."""
         return x + self.lr * update, {}
 
 
@@ -74,7 +73,6 @@ class _Adaptive(ServerRule):
                 raise GradalignError(f"server.{name} must be in [0, 1), got {getattr(self, name):g}")
 
     def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Return the next v, given u²."""
         raise NotImplementedError
 
     def step(self, x: Tensor, update: Tensor, memory: Memory) -> tuple[Tensor, Memory]:

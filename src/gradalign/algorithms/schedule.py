@@ -16,7 +16,6 @@ from gradalign.errors import GradalignError
 
 
 def _one_of(what: str, **given: object) -> None:
-    """Raise unless exactly one of these is given."""
     names = [name for name, value in given.items() if value not in (None, {})]
     if len(names) != 1:
         raise GradalignError(f"{what} is given by {' or '.join(given)}, got {' and '.join(names) or 'neither'}")
@@ -34,21 +33,14 @@ def _begin(what: str, share: float | None) -> None:
         raise GradalignError(f"{what} needs a share of the run of at least 0, got {share!r}")
 
 
-def _in_rounds(share: float, rounds: int) -> float:
-    # Rounded, so that a share which stands for a whole number of rounds is that number: 0.07 · 100 is 7.
-    return round(share * rounds, 9)
-
-
-def _length(share: float, rounds: int) -> float:
-    """Return a length in rounds; one round, the shortest, is the same as anything shorter."""
-    return max(1.0, _in_rounds(share, rounds))
+def _in_rounds(share: float, rounds: int, least: float = 0.0) -> float:
+    return max(least, round(share * rounds, 9))  # rounded, so that 0.07 of 100 rounds is 7
 
 
 def _known(rounds: float | None) -> float:
     if rounds is None:
-        raise GradalignError(
-            "a schedule in shares of the run needs the run's length; give rounds, or use over(rounds or steps)"
-        )
+        problem = "a schedule in shares of the run needs the run's length"
+        raise GradalignError(f"{problem}; give rounds, or use over(rounds or steps)")
     return rounds
 
 
@@ -67,14 +59,12 @@ class Steps:
             _begin("a step", share)
 
     def over(self, rounds: int) -> Self:
-        """Return the same with rounds for shares."""
         if not self.at_shares:
             return self
         starts = {_in_rounds(share, rounds): value for share, value in self.at_shares.items()}
         return replace(self, at_rounds=starts, at_shares={})
 
     def at(self, round_index: int) -> float:
-        """Return the value in force in this round."""
         _known(None if self.at_shares else 0)
         passed = {start: value for start, value in self.at_rounds.items() if start <= round_index}
         return passed[max(passed)] if passed else self.value
@@ -94,7 +84,7 @@ class Warmup:
         _span("a warm-up", self.rounds, self.share)
 
     def over(self, rounds: int) -> Self:
-        return self if self.share is None else replace(self, rounds=_length(self.share, rounds), share=None)
+        return self if self.share is None else replace(self, rounds=_in_rounds(self.share, rounds, 1.0), share=None)
 
     def at(self, round_index: int) -> float:
         done = min(1.0, round_index / _known(self.rounds))
@@ -140,7 +130,7 @@ class Cosine:
     def over(self, rounds: int) -> Self:
         if self.rounds is not None:
             return self
-        return replace(self, rounds=_length(1.0 if self.share is None else self.share, rounds), share=None)
+        return replace(self, rounds=_in_rounds(1.0 if self.share is None else self.share, rounds, 1.0), share=None)
 
     def at(self, round_index: int) -> float:
         done = min(1.0, round_index / _known(self.rounds))
@@ -186,13 +176,11 @@ def _numbers(setting: float | Schedule) -> tuple[float, ...]:
     match setting:
         case Steps():
             return (setting.value, *setting.at_rounds.values(), *setting.at_shares.values())
-        case Warmup():
-            return (setting.value, setting.start)
-        case Cosine():
-            return (setting.value, setting.end)
-        case OffUntil():
-            return (setting.value,)
-    return (float(setting),)
+        case Warmup(value=value, start=other) | Cosine(value=value, end=other):
+            return (value, other)
+        case OffUntil(value=value):
+            return (value,)
+    return (setting,)
 
 
 def as_plain(setting: float | Schedule) -> float | dict[str, Any]:
@@ -209,10 +197,8 @@ def from_plain(value: float | Mapping[str, Any]) -> float | Schedule:
     if not isinstance(value, Mapping):
         return value
     settings, kinds = dict(value), {kind.__name__: kind for kind in SCHEDULES.values()}
-    kind = kinds.get(settings.pop("kind", ""))
     try:
-        if kind is not None:
-            return kind(**settings)
-    except TypeError:
-        pass
-    raise GradalignError(f"the state dict's beta is a schedule that this version does not know: {dict(value)}")
+        return kinds[settings.pop("kind")](**settings)
+    except (KeyError, TypeError):
+        problem = f"the state dict's beta is a schedule that this version does not know: {dict(value)}"
+        raise GradalignError(problem) from None

@@ -52,10 +52,8 @@ class LocalTraining:
         if self.precision not in (None, "bf16"):
             raise GradalignError(f'precision must be "bf16" or left out, got {self.precision!r}')
         for name in ("steps", "epochs", "batch_size", "gradient_examples"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            object.__setattr__(self, name, whole(f"local.{name}", value, 1))
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(f"local.{name}", value, 1))
 
     def steps_for(self, examples: int) -> int:
         """Return K for a client with this many examples."""

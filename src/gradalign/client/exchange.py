@@ -165,7 +165,6 @@ class GradientCache:
         self.entries[client] = CachedGradient(vector, rows, reply)
 
     def get(self, client: int) -> CachedGradient | None:
-        """Return a client's gradient, None when it is not known."""
         return self.entries.get(client)
 
     def known(self, who: Participant) -> Gradient | None:

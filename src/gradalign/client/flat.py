@@ -6,6 +6,8 @@ algorithm's arithmetic is a handful of vector operations and nothing is copied b
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +23,6 @@ class Point:
         self.x, self.floats, self.ints = x, floats, ints
 
     def clone(self) -> Point:
-        """Return a deep copy."""
         return Point(self.x.clone(), self.floats.clone(), self.ints.clone())
 
     def moved(self, by: Tensor | None) -> Point:
@@ -29,7 +30,6 @@ class Point:
         return self if by is None else Point(self.x + by, self.floats, self.ints)
 
     def copy_(self, other: Point) -> None:
-        """Overwrite all three vectors with another point's."""
         self.x.copy_(other.x)
         self.floats.copy_(other.floats)
         self.ints.copy_(other.ints)
@@ -61,7 +61,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 class FlatModel:
-    """Wraps a module in place; parameters with ``requires_grad=False`` keep out of the flat vector."""
+    """Wraps a module in place; parameters with ``requires_grad=False`` stay out of the flat vector."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -70,54 +70,30 @@ class FlatModel:
         total = sum(p.numel() for p in self.parameters)
         self.vector = torch.empty(total, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.vector)
-        self._gradient_views = self.views(self.gradient)
         for p, view in zip(self.parameters, self.views(self.vector), strict=True):
             view.copy_(p.detach())
             p.data = view
         buffers = dict(module.named_buffers())
         self._buffer_names = [name for name in module.state_dict() if name in buffers]
-        self._buffer_dtype = self._common_dtype()
+        if complex_ones := [name for name in self._buffer_names if buffers[name].is_complex()]:
+            problem = f"the buffer {complex_ones[0]} is complex"
+            raise GradalignError(f"{problem}; register it with persistent=False or as two buffers")
+        floats = (b.dtype for b in self._buffers(floating=True))
+        self._buffer_dtype = reduce(torch.promote_types, floats, first.dtype)  # holds every float buffer's value
         # What is not exchanged begins every client's work as it was made: nothing leaks from one client to the next.
-        kept_out = {name: b for name, b in buffers.items() if name not in self._buffer_names}
-        kept_out |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        self._constants = {name: value.detach().clone() for name, value in kept_out.items()}
-
-    def _common_dtype(self) -> torch.dtype:
-        """Return a precision in which every float buffer keeps its value."""
-        dtype = self.vector.dtype
-        for name, buffer in self.module.named_buffers():
-            if name in self._buffer_names and buffer.is_complex():
-                raise GradalignError(
-                    f"the buffer {name} is complex; register it with persistent=False or as two buffers"
-                )
-            if name in self._buffer_names and buffer.is_floating_point():
-                dtype = torch.promote_types(dtype, buffer.dtype)
-        return dtype
-
-    def _reset_constants(self) -> None:
-        current = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
-        for name, value in self._constants.items():
-            if name in current and current[name].shape == value.shape:
-                current[name].data.copy_(value)
+        constants = {name: b for name, b in buffers.items() if name not in self._buffer_names}
+        constants |= {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._constants = {name: value.detach().clone() for name, value in constants.items()}
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Return the parameters' views of a flat vector."""
         spans = vector.split([p.numel() for p in self.parameters])
         return [span.view(p.shape) for span, p in zip(spans, self.parameters, strict=True)]
 
-    def inward(self, vector: Tensor) -> Tensor:
-        """Return a vector on the model's device and in its precision."""
-        return vector.to(self.vector.device, self.vector.dtype)
-
     def attach_gradients(self) -> None:
         """Make every parameter accumulate into the flat gradient, also after user code replaced ``.grad``."""
-        for p, view in zip(self.parameters, self._gradient_views, strict=True):
+        for p, view in zip(self.parameters, self.views(self.gradient), strict=True):
             p.grad = view
-
-    def drop_gradients(self) -> None:
-        """Leave the parameters without gradients, so that backward hands over fresh ones."""
-        for p in self.parameters:
-            p.grad = None
 
     def _buffers(self, floating: bool) -> list[Tensor]:
         current = dict(self.module.named_buffers())
@@ -133,14 +109,6 @@ class FlatModel:
             torch.cat(ints) if ints else torch.empty(0, dtype=torch.int64),
         )
 
-    def write_buffers(self, floats: Tensor, ints: Tensor) -> None:
-        """Overwrite the module's buffers from flat vectors."""
-        for source, floating in ((floats, True), (ints, False)):
-            offset = 0
-            for buffer in self._buffers(floating):
-                buffer.copy_(source[offset : offset + buffer.numel()].view(buffer.shape))
-                offset += buffer.numel()
-
     def read(self) -> Point:
         """Return a copy of the module's present state, on the CPU."""
         return Point(self.vector.detach().to("cpu", copy=True), *self.read_buffers())
@@ -148,5 +116,12 @@ class FlatModel:
     def load(self, point: Point) -> None:
         """Overwrite the module's parameters and buffers."""
         self.vector.copy_(point.x)
-        self.write_buffers(point.floats, point.ints)
-        self._reset_constants()
+        for source, floating in ((point.floats, True), (point.ints, False)):
+            offset = 0
+            for buffer in self._buffers(floating):
+                buffer.copy_(source[offset : offset + buffer.numel()].view(buffer.shape))
+                offset += buffer.numel()
+        current = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        for name, value in self._constants.items():
+            if name in current and current[name].shape == value.shape:
+                current[name].data.copy_(value)

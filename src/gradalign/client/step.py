@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradalign.algorithms.view import Plan
+from gradalign.client import LocalTraining
 from gradalign.client.flat import FlatModel
 
 Factors = list[tuple[Tensor, Tensor]]
@@ -34,7 +36,6 @@ class FactoredGradients:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Leave gradients as factors inside the block."""
         for layer in self._layers.values():
             layer.recorded = []
         try:
@@ -44,12 +45,26 @@ class FactoredGradients:
                 layer.recorded = None
 
     def take(self, weight: Tensor) -> Factors:
-        """Return what was recorded for a weight since the last time."""
         layer = self._layers.get(id(weight))
         if layer is None or not layer.recorded:
             return []
         recorded, layer.recorded = layer.recorded, []
         return recorded
+
+
+def set_out(
+    y: Tensor, plan: Plan, displacement: Tensor | None, correction: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Bring y, where gradients are taken, from x to where a plan begins; return z, the constant and a shift.
+
+    z is what steps: y itself or, with the displacement inside every step, z = y − shift. The constant is c − μx.
+    """
+    constant = correction
+    if plan.pull:
+        constant = -plan.pull * y if correction is None else correction - plan.pull * y
+    if displacement is None:
+        return y, constant, None
+    return (y.clone(), constant, displacement) if plan.every_step else (y.add_(displacement), constant, None)
 
 
 class LocalStep:
@@ -63,20 +78,19 @@ class LocalStep:
         flat: FlatModel,
         factored: FactoredGradients,
         z: Tensor,
+        constant: Tensor | None,
         *,
         lr: float,
-        decay: float = 0.0,
-        constant: Tensor | None = None,
-        momentum: float = 0.0,
-        clip_norm: float | None = None,
+        decay: float,
+        local: LocalTraining,
     ) -> None:
-        self._flat, self._factored = flat, factored
-        self._lr, self._decay, self._momentum, self._clip = lr, decay, momentum, clip_norm
+        self._flat, self._factored, self._lr, self._decay = flat, factored, lr, decay
+        self._momentum, self._clip = local.momentum, local.clip_norm
         self._y, self._z = flat.views(flat.vector), flat.views(z)
         self._constant = None if constant is None else flat.views(constant)
         self._velocity: list[Tensor] | None = None
         # Whether factors may go straight into z: nothing has to see the gradient itself, and decay acts on z.
-        self._straight = not momentum and clip_norm is None and (z is flat.vector or not decay)
+        self._straight = not self._momentum and self._clip is None and (z is flat.vector or not decay)
         self._shrink = _Shrink(1.0 - lr * decay, z.dtype)
 
     @torch.no_grad()
@@ -93,11 +107,16 @@ class LocalStep:
             _shorten(directions, self._clip)
         for place, direction in enumerate(directions):
             self._add_affine_part(place, direction)
-        for direction, z in zip(self._with_momentum(directions), self._z, strict=True):
+        if self._velocity is not None:
+            for velocity, direction in zip(self._velocity, directions, strict=True):
+                velocity.mul_(self._momentum).add_(direction)
+            directions = self._velocity
+        elif self._momentum:
+            self._velocity = directions
+        for direction, z in zip(directions, self._z, strict=True):
             z.add_(direction, alpha=-self._lr)
 
     def _move(self, place: int, gradient: Tensor | None, factors: Factors) -> None:
-        """Move one parameter straight by its gradient and its factors."""
         z, lr = self._z[place], self._lr
         if not factors:
             direction = _dense(gradient, z)
@@ -131,16 +150,6 @@ class LocalStep:
         if self._constant is not None:
             direction.add_(self._constant[place])
 
-    def _with_momentum(self, directions: list[Tensor]) -> list[Tensor]:
-        if not self._momentum:
-            return directions
-        if self._velocity is None:
-            self._velocity = directions
-        else:
-            for velocity, direction in zip(self._velocity, directions, strict=True):
-                velocity.mul_(self._momentum).add_(direction)
-        return self._velocity
-
 
 class _Shrink:
     """The factor 1 − α·decay of every step in the weights' precision, so that the product of many factors is right.
@@ -156,7 +165,6 @@ class _Shrink:
         """This step's factor; None where there is none."""
 
     def go_on(self) -> None:
-        """Come to the next step."""
         if self._none:
             return
         owed = self._owed * self._factor
@@ -180,7 +188,6 @@ def hand_over_gradients(flat: FlatModel, factored: FactoredGradients, views: lis
 
 
 def _dense(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """Return a gradient as an ordinary tensor, zeros when there is none."""
     if gradient is None:
         return torch.zeros_like(like, requires_grad=False)
     return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -21,7 +21,7 @@ from gradalign.algorithms.view import Plan
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import FlatModel, Point
-from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradients
+from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradients, set_out
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.batches import Examples, map_tensors
@@ -32,25 +32,18 @@ CHUNK = 300  # examples that the gradient phase takes at once: what an LSTM leav
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """All that the clients' work depends on, besides what a round's server says.
-
-    Attributes:
-        task: What is trained.
-        local: How a client trains.
-        seed: The seed of everything random.
-        device: Where the model runs.
-        fast: Use faster ways of computing that give the same result up to rounding.
-        clients_per_round: How many clients a round has; many of them may train together.
-        algorithm: What will be trained by, where it is known: worker processes then start with its classes.
-    """
+    """All that the clients' work depends on, besides what a round's server says."""
 
     task: Task
     local: LocalTraining
     seed: int = 0
     device: torch.device | str = "cpu"
     fast: bool = True
+    """Use faster ways of computing that give the same result up to rounding."""
     clients_per_round: int = 0
+    """Many may train together."""
     algorithm: Combination | None = None
+    """What will be trained by, where it is known: worker processes then start with its classes."""
 
 
 @contextmanager
@@ -127,17 +120,15 @@ class ClientTrainer:
         model = setup.task.make_model(setup.seed, self.device)
         self.factored = FactoredGradients() if prepare is None else prepare(model, setup)
         self.flat = FlatModel(model)
-        self.dtype = self.flat.vector.dtype
-
-    def _place(self, batch: Any) -> Any:
-        """Move a batch to the model's device, floats in the model's precision."""
-        return map_tensors(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), batch)
+        # Of what is given to the model: its first layer's, which may be a frozen one of another precision.
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def loss(self, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""
+        batch = map_tensors(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), batch)
         halved = self.local.precision == "bf16" and torch.is_grad_enabled()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=halved):
-            outputs, targets = self.task.predict(self.flat.module, self._place(batch))
+            outputs, targets = self.task.predict(self.flat.module, batch)
         if halved and isinstance(outputs, Tensor):
             outputs = outputs.to(self.dtype)
         loss = self.task.loss(outputs, targets)
@@ -160,7 +151,8 @@ class ClientTrainer:
         """Differentiate from the server's point inside the block, with the random numbers of this purpose."""
         self.flat.load(point)
         self.flat.module.train()
-        self.flat.drop_gradients()
+        for parameter in self.flat.parameters:  # backward is to hand over fresh ones
+            parameter.grad = None
         with self.factored.recording(), torch.enable_grad(), global_stream(self.seed, purpose, *keys):
             yield
 
@@ -220,36 +212,17 @@ class ClientTrainer:
     def _walk(
         self, told: Broadcast, plan: Plan, batches: Iterator[Tensor], examples: Examples, out: Tensor | None
     ) -> tuple[Tensor, float, int]:
-        """Take the local steps from ``flat.vector`` = x; return Δ, the sum of the losses and the examples seen.
-
-        y, where gradients are taken, is ``flat.vector``. With the displacement inside every step the client's own
-        point is z = y − v; with the displacement at the start it is y itself.
-        """
-        y, displacement = self.flat.vector, plan.displaced(None)
-        shift = None if displacement is None else self.flat.inward(displacement)
-        constant = None if plan.correction is None else self.flat.inward(plan.correction)
-        if plan.pull:
-            constant = -plan.pull * y if constant is None else constant - plan.pull * y
-        inside = plan.every_step and shift is not None
-        z = y.clone() if inside else y
-        if shift is not None and not inside:
-            y.add_(shift)
-        displaced = shift is not None and not inside
-        # Without displacement, z starts at x.
-        start = z.clone() if displaced or self.device.type != "cpu" else told.point.x
-        step = LocalStep(
-            self.flat,
-            self.factored,
-            z,
-            lr=told.lr,
-            decay=self.local.weight_decay + plan.pull,
-            constant=constant,
-            momentum=self.local.momentum,
-            clip_norm=self.local.clip_norm,
-        )
+        """Take the local steps from ``flat.vector`` = x; return Δ, the sum of the losses and the examples seen."""
+        y, local = self.flat.vector, self.local
+        given, correction = (None if v is None else v.to(y) for v in (plan.displaced(None), plan.correction))
+        z, constant, shift = set_out(y, plan, given, correction)
+        displaced = given is not None and shift is None
+        start = z.clone() if displaced or self.device.type != "cpu" else told.point.x  # else z starts at x
+        decay = local.weight_decay + plan.pull
+        step = LocalStep(self.flat, self.factored, z, constant, lr=told.lr, decay=decay, local=local)
         total, seen, augment = torch.zeros((), dtype=torch.float64), 0, self.task.augment
         for rows in batches:
-            if inside and shift is not None:
+            if shift is not None:
                 torch.add(z, shift, out=y)
             batch = examples.batch(rows)
             loss = self.loss(batch if augment is None else augment(batch))[0]

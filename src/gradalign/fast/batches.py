@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, Participant, Update
@@ -53,7 +54,6 @@ class Neighbours:
 
     @property
     def sizes(self) -> list[int]:
-        """How many examples each has."""
         return [len(own) for own in self.examples]
 
     @property
@@ -74,16 +74,12 @@ class Neighbours:
         return inputs.to(dtype), targets, starts
 
     def weights(self, dtype: torch.dtype) -> Tensor:
-        """Return w_i of each."""
         return torch.tensor([one.weight for one in self.who], dtype=dtype)
 
     def gradient_rows(self, seed: int) -> list[Tensor]:
         """Return the rows of every client's gradient phase: those of the per-client path."""
-        told = self.told
-        return [
-            gradient_rows(len(own), told.gradient_examples, seed, told.round, one.client)
-            for own, one in zip(self.examples, self.who, strict=True)
-        ]
+        limit, index, pairs = self.told.gradient_examples, self.told.round, zip(self.examples, self.who, strict=True)
+        return [gradient_rows(len(own), limit, seed, index, one.client) for own, one in pairs]
 
     def gradient(
         self, vector: Tensor, losses: Tensor, counts: list[int], accuracies: Sequence[float | None], own: slice = ALL
@@ -127,58 +123,36 @@ class Neighbours:
 
 def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return (client, example) row numbers, short batches filled up with rows of weight zero."""
-    longest = max(len(rows) for rows in per_client)
-    first = torch.tensor(starts).unsqueeze(1)
-    if all(len(rows) == longest for rows in per_client):
-        return torch.stack(list(per_client)).add_(first), None
-    table = first.repeat(1, longest)
-    weights = torch.zeros(len(per_client), longest, dtype=dtype)
-    for client, rows in enumerate(per_client):
-        if len(rows):
-            table[client, : len(rows)] += rows
-            weights[client, : len(rows)] = 1.0 / len(rows)
-    return table, weights
+    counts = torch.tensor([len(rows) for rows in per_client], dtype=torch.float64).unsqueeze(1)
+    table = pad_sequence(list(per_client), batch_first=True).add_(torch.tensor(starts).unsqueeze(1))
+    here = torch.arange(table.shape[1]) < counts
+    return table, None if here.all() else (here / counts.clamp(min=1.0)).to(dtype)
 
 
 def plan_batches(setup: Setup, group: Neighbours, starts: Sequence[int], dtype: torch.dtype) -> Batches:
     """Lay out all steps of clients whose data begin at ``starts``; the batches are those of the per-client path."""
     seeds = stream_seeds(setup.seed, Purpose.SHUFFLE, group.told.round, last=[one.client for one in group.who])
-    sizes, steps, lengths = group.sizes, list[int](), list[list[int]]()
-    for size in sizes:
+    generator = torch.Generator()  # one for all, in turn: making one costs more than seeding it
+    lengths, drawn, ends = list[list[int]](), list[Tensor](), [0]
+    for seed, size in zip(seeds, group.sizes, strict=True):
         width = setup.local.batch_for(size)
         one_pass = [min(width, size - first) for first in range(0, size, width)]
-        steps.append(setup.local.steps_for(size))
-        lengths.append(list(itertools.islice(itertools.cycle(one_pass), steps[-1])))
-    seen = [sum(own) for own in lengths]
-    orders = _orders(seeds, sizes, [-(-count // size) for count, size in zip(seen, sizes, strict=True)])
-    if len(set(sizes)) == 1:  # all take the same steps
-        table = orders.view(len(sizes), -1)[:, : seen[0]].add_(torch.tensor(starts).unsqueeze(1))
-        rows, nothing = list(table.split(lengths[0], dim=1)), [None] * steps[0]
-        return Batches(steps=steps, seen=seen, rows=rows, weights=list(nothing), active=list(nothing))
-    return _uneven_batches(orders, sizes, starts, lengths, dtype)
-
-
-def _orders(seeds: Sequence[int], sizes: Sequence[int], passes: Sequence[int]) -> Tensor:
-    """Return the clients' shuffled passes over their examples, one after the other."""
-    generator = torch.Generator()  # one for all, in turn: making one costs more than seeding it
-    drawn: list[Tensor] = []
-    for own, size, count in zip(seeds, sizes, passes, strict=True):
-        generator.manual_seed(own)
-        drawn += itertools.islice(shuffled_passes(size, generator), count)
-    return torch.cat(drawn)
-
-
-def _uneven_batches(
-    orders: Tensor, sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[Sequence[int]], dtype: torch.dtype
-) -> Batches:
-    """Lay out the batches of clients of several sizes, short ones filled up with rows of weight zero."""
-    steps, seen = [len(own) for own in lengths], [sum(own) for own in lengths]
-    taken = np.array([[*own, *[0] * (max(steps) - len(own))] for own in lengths])  # (client, step)
-    passes = [-(-count // size) * size for count, size in zip(seen, sizes, strict=True)]
-    begins = np.cumsum([0, *passes[:-1]])[:, None] + np.cumsum(taken, axis=1) - taken
+        lengths.append(list(itertools.islice(itertools.cycle(one_pass), setup.local.steps_for(size))))
+        passes = -(-sum(lengths[-1]) // size)
+        drawn += itertools.islice(shuffled_passes(size, generator.manual_seed(seed)), passes)
+        ends.append(ends[-1] + passes * size)
+    orders, steps = torch.cat(drawn), [len(own) for own in lengths]
+    found = Batches(steps=steps, seen=[sum(own) for own in lengths])
+    if len(set(group.sizes)) == 1:  # all take the same steps
+        table = orders.view(len(lengths), -1)[:, : found.seen[0]].add_(torch.tensor(starts).unsqueeze(1))
+        found.rows.extend(table.split(lengths[0], dim=1))
+        found.weights.extend([None] * steps[0])
+        found.active.extend([None] * steps[0])
+        return found
+    taken = np.array([own + [0] * (max(steps) - len(own)) for own in lengths])  # (client, step)
+    begins = np.array(ends[:-1])[:, None] + np.cumsum(taken, axis=1) - taken
     shuffled, first = orders.numpy(), np.array(starts)[:, None]
-    found = Batches(steps=steps, seen=seen)
-    for k in range(max(steps)):
+    for k in range(max(steps)):  # short batches are filled up with rows of weight zero
         own = taken[:, k : k + 1]
         places = np.arange(own.max())
         here = places < own
@@ -186,8 +160,8 @@ def _uneven_batches(
         found.rows.append(torch.from_numpy(rows))
         share = None if here.all() else torch.from_numpy(np.where(here, 1.0 / np.maximum(own, 1), 0.0)).to(dtype)
         found.weights.append(share)
-        still = torch.tensor([float(k < count) for count in steps], dtype=dtype)
-        found.active.append(None if k < min(steps) else still)
+        still = [float(k < count) for count in steps]
+        found.active.append(None if all(still) else torch.tensor(still, dtype=dtype))
     return found
 
 
@@ -214,5 +188,5 @@ def _mean_of_counted(outputs: Tensor, targets: Tensor, weights: Tensor | None) -
 
 
 def nonfinite_members(vectors: Sequence[Tensor]) -> Tensor:
-    """Return for each client whether any of its numbers is not finite; tensors are (client, ...)."""
+    """Return for each client whether any of its numbers is not finite; tensors are (client, …)."""
     return torch.stack([~torch.isfinite(vector.flatten(1)).all(dim=1) for vector in vectors]).any(dim=0)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradalign.algorithms.view import Plan
 from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
+from gradalign.client.step import set_out
 from gradalign.client.trainer import Setup
 from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
 from gradalign.fast.products import own_product, shared_product, stepping_product
@@ -39,12 +40,8 @@ class CohortTrainer:
     # so that one matrix product sees one contiguous block and element-wise arithmetic one contiguous vector.
 
     def _blocks(self, stored: Tensor, clients: int) -> list[Tensor]:
-        blocks, offset = [], 0
-        for shape in self.shapes:
-            count = clients * shape.numel()
-            blocks.append(stored[offset : offset + count].view(clients, *shape))
-            offset += count
-        return blocks
+        parts = stored.split([clients * shape.numel() for shape in self.shapes])
+        return [part.view(clients, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def _store(self, rows: Tensor) -> Tensor:
         """Bring one row per client into the stored order."""
@@ -73,43 +70,31 @@ class CohortTrainer:
                 inputs = layer(inputs)
         return inputs
 
-    def _leaves(self, stored: Tensor, gradient: Tensor, clients: int) -> list[Tensor]:
-        """Return parameters that are views of ``stored`` and accumulate into views of ``gradient``."""
-        leaves = [block.detach().requires_grad_() for block in self._blocks(stored, clients)]
-        for leaf, view in zip(leaves, self._blocks(gradient, clients), strict=True):
-            leaf.grad = view
-        return leaves
-
     def gradients(self, group: Neighbours, cache: GradientCache | None) -> list[Gradient]:
         """Return ∇f_i(x) of whole clients, or of the first examples that their local steps will see."""
         inputs, targets, starts = group.gathered(self.dtype)
-        taken = group.gradient_rows(self.setup.seed)
-        vectors, losses, right = self._gradients(group.told.point.x, inputs, targets, *pad(taken, starts, self.dtype))
+        taken, found = group.gradient_rows(self.setup.seed), list[Tensor]()
+        rows, weights = pad(taken, starts, self.dtype)
+        labels = take(targets, rows)
+        with torch.enable_grad():
+            shared = [block[0] for block in self._blocks(group.told.point.x.to(self.dtype), 1)]
+            outputs = self._outputs(shared, take(inputs, rows), partial(shared_product, found=found))
+            losses = client_losses(outputs, labels, weights)
+            losses.sum().backward()
+        vectors, losses = torch.cat([each.flatten(1) for each in reversed(found)], dim=1), losses.detach().double()
+        right = (outputs.detach().argmax(dim=2) == labels).double()
+        accuracies = (right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)).tolist()
+        counts = [len(own) for own in taken]
         if cache is not None:
             for one, vector in zip(group.who, vectors, strict=True):
                 cache.put(one.client, vector)
-        counts, accuracies = [len(rows) for rows in taken], right.tolist()
         if group.told.one_by_one:
-            own = _written(list(vectors), group.out)
-            return [group.gradient(v, losses, counts, accuracies, slice(i, i + 1)) for i, v in enumerate(own)]
+            each = _written(list(vectors), group.out)
+            return [group.gradient(v, losses, counts, accuracies, slice(i, i + 1)) for i, v in enumerate(each)]
         total = torch.mv(vectors.T, group.weights(self.dtype), out=group.sum)
         if not all_finite(total):
             losses = losses.masked_fill(nonfinite_members([vectors]), math.nan)
         return [group.gradient(total, losses, counts, accuracies)]
-
-    def _gradients(
-        self, x: Tensor, inputs: Tensor, targets: Tensor, rows: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the clients' gradients, a row for each, their losses and accuracies."""
-        labels, found = take(targets, rows), list[Tensor]()
-        with torch.enable_grad():
-            shared = [block[0] for block in self._blocks(x.to(self.dtype), 1)]
-            outputs = self._outputs(shared, take(inputs, rows), partial(shared_product, found=found))
-            losses = client_losses(outputs, labels, weights)
-            losses.sum().backward()
-        right = (outputs.detach().argmax(dim=2) == labels).double()
-        accuracies = right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)
-        return torch.cat([each.flatten(1) for each in reversed(found)], dim=1), losses.detach().double(), accuracies
 
     def train(self, group: Neighbours, plans: Sequence[Plan]) -> list[Update]:
         """Execute every client's plan from the server's point; same arithmetic as ``ClientTrainer.train``."""
@@ -134,32 +119,27 @@ class CohortTrainer:
         self, told: Broadcast, plans: Sequence[Plan], inputs: Tensor, targets: Tensor, batches: Batches
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Take all steps; return the end, the start (both stored) and each client's summed loss."""
-        count, local, lr = len(plans), self.local, told.lr
-        pull, inside = plans[0].pull, plans[0].every_step  # one algorithm plans for all clients of a round
-        y = self._store(told.point.x.expand(count, -1))
-        shift = self._given([plan.displaced(None) for plan in plans], told.point.x)
-        constant = self._given([plan.correction for plan in plans], told.point.x)
-        if pull:
-            constant = -pull * y if constant is None else constant - pull * y
-        inside = inside and shift is not None
-        z = y.clone() if inside else y
-        if shift is not None and not inside:
-            y.add_(shift)
+        count, local, lr, x = len(plans), self.local, told.lr, told.point.x
+        y = self._store(x.expand(count, -1))
+        displacement = self._given([plan.displaced(None) for plan in plans], x)
+        correction = self._given([plan.correction for plan in plans], x)
+        z, constant, shift = set_out(y, plans[0], displacement, correction)  # all are alike but for the vectors
         start = z.clone()
         together = local.weight_decay == 0 or all(active is None for active in batches.active)
-        if together and constant is None and not (pull or local.momentum or local.clip_norm or inside):
+        if together and constant is None and shift is None and not (local.momentum or local.clip_norm):
             return z, start, self._walk_bare(z, count, inputs, targets, batches, lr)
-        direction = torch.zeros_like(y)
-        leaves = self._leaves(y, direction, count)
+        direction, decay = torch.zeros_like(y), local.weight_decay + plans[0].pull
+        leaves = [block.detach().requires_grad_() for block in self._blocks(y, count)]
+        for leaf, view in zip(leaves, self._blocks(direction, count), strict=True):
+            leaf.grad = view
         velocity: Tensor | None = None
         total = torch.zeros(count, dtype=torch.float64)
         for rows, weights, active in zip(batches.rows, batches.weights, batches.active, strict=True):
-            if inside and shift is not None:
+            if shift is not None:
                 torch.add(z, shift, out=y)
-            losses = self._direction(
-                leaves, direction, y, take(inputs, rows), take(targets, rows), weights, constant, pull
-            )
-            total += losses
+            losses = client_losses(self._outputs(leaves, take(inputs, rows)), take(targets, rows), weights)
+            self._fill(direction, losses, y, constant, decay)
+            total += losses.detach()
             if local.momentum:
                 velocity = direction.clone() if velocity is None else velocity.mul_(local.momentum).add_(direction)
             move = direction if velocity is None else velocity
@@ -184,20 +164,9 @@ class CohortTrainer:
             block.mul_(factors.view(-1, *[1] * (block.ndim - 1)))
         return stored
 
-    def _direction(
-        self,
-        leaves: list[Tensor],
-        direction: Tensor,
-        y: Tensor,
-        inputs: Tensor,
-        targets: Tensor,
-        weights: Tensor | None,
-        constant: Tensor | None,
-        pull: float,
-    ) -> Tensor:
-        """Fill ``direction`` with ∇f_i(y_i) + decay·y_i + constant_i for every client; return the losses."""
-        decay, clip = self.local.weight_decay + pull, self.local.clip_norm
-        losses = client_losses(self._outputs(leaves, inputs), targets, weights)
+    def _fill(self, direction: Tensor, losses: Tensor, y: Tensor, constant: Tensor | None, decay: float) -> None:
+        """Fill ``direction`` with ∇f_i(y_i) + decay·y_i + constant_i of every client, by backward from the losses."""
+        clip = self.local.clip_norm
         if clip is None:
             torch.mul(y, decay, out=direction)
             if constant is not None:
@@ -211,7 +180,6 @@ class CohortTrainer:
             direction.add_(y, alpha=decay)
             if constant is not None:
                 direction.add_(constant)
-        return losses.detach().double()
 
 
 def _written(vectors: list[Tensor], out: Sequence[Tensor] | None) -> list[Tensor]:

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gradalign.client.trainer import Setup
-from gradalign.fast.linear import LARGE
-from gradalign.fast.stacks import ELEMENTWISE, has_hooks, is_hooked, is_plain_stack, pooled_first
+from gradalign.fast.linear import is_large
+from gradalign.fast.stacks import ELEMENTWISE, flattens, has_hooks, is_hooked, is_plain_stack, pooled_first, pools
 from gradalign.tasks.batches import Examples, TensorExamples
 from gradalign.tasks.task import Task, predict, share_correct
 
@@ -40,9 +40,7 @@ def lockstep_model(setup: Setup) -> nn.Sequential | None:
     model = task.make_model(setup.seed)
     if not isinstance(model, nn.Sequential) or not _classifies(task, model):
         return None
-    if not any(isinstance(layer, nn.Linear) and layer.weight.numel() >= LARGE for layer in model):
-        return None
-    return nn.Sequential(*pooled_first(list(model)))
+    return nn.Sequential(*pooled_first(list(model))) if any(is_large(layer) for layer in model) else None
 
 
 def side_by_side(examples: Sequence[Examples]) -> list[TensorExamples] | None:
@@ -90,17 +88,15 @@ def _plain(model: nn.Sequential) -> bool:
 def _fit_together(model: nn.Sequential, dimensions: int) -> bool:
     """Return whether all layers are known ones and each is given what it treats example by example.
 
-    Args:
-        model: The stack.
-        dimensions: Of a batch of inputs.
+    Inputs begin with so many dimensions, the batch's included.
     """
     for layer in model:
         if _slides(layer):
             known = dimensions == 4
         elif type(layer) is nn.Linear:
             known = dimensions == 2
-        elif type(layer) is nn.Flatten:
-            known, dimensions = (layer.start_dim, layer.end_dim) == (1, -1), 2
+        elif flattens(layer):
+            known, dimensions = True, 2
         else:
             known = type(layer) in ELEMENTWISE
         if not known:
@@ -110,5 +106,4 @@ def _fit_together(model: nn.Sequential, dimensions: int) -> bool:
 
 def _slides(layer: nn.Module) -> bool:
     """Return whether a layer looks at each image by itself, through a window."""
-    pools = type(layer) is nn.MaxPool2d and not layer.return_indices
-    return pools or type(layer) is nn.AvgPool2d or type(layer) is nn.Conv2d
+    return pools(layer) or type(layer) in (nn.AvgPool2d, nn.Conv2d)

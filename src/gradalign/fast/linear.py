@@ -22,6 +22,11 @@ from gradalign.fast.stacks import has_hooks, is_hooked, is_plain_stack
 LARGE = 2**17  # numbers in a weight: smaller ones stay in the processor's cache
 
 
+def is_large(layer: nn.Module) -> bool:
+    """Return whether a layer's weight is so large that reading it costs more than the arithmetic with few rows."""
+    return isinstance(layer, nn.Linear) and layer.weight.numel() >= LARGE
+
+
 class _Product(torch.autograd.Function):
     """A linear layer that hands (G, X) to ``recorded`` instead of giving the weight a gradient."""
 
@@ -48,7 +53,6 @@ class ProductLinear(nn.Linear):
     recorded: Factors | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return W·x + b for every row."""
         if self.recorded is None or not torch.is_grad_enabled():
             return F.linear(inputs, self.weight, self.bias)
         outputs: Tensor = _Product.apply(inputs, self.weight, self.bias, self.recorded)  # type: ignore[no-untyped-call]
@@ -68,9 +72,9 @@ def record_factors(module: nn.Module) -> FactoredGradients:
     stacked = [layer for stack in parts if is_plain_stack(stack) for layer in stack.children()]
     names = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
     for part in stacked:
-        if type(part) is nn.Linear and part.weight.numel() >= LARGE and part.weight.requires_grad:
-            used_once = names.count(id(part.weight)) == 1
-            if used_once and not has_hooks(part.weight):
+        if type(part) is nn.Linear and is_large(part):
+            weight = part.weight
+            if weight.requires_grad and names.count(id(weight)) == 1 and not has_hooks(weight):
                 part.__class__ = ProductLinear
     return FactoredGradients([part for part in parts if isinstance(part, ProductLinear)])
 
@@ -98,7 +102,6 @@ class LargeWeight:
 
     @classmethod
     def at(cls, start: Tensor, clients: int, factor: float) -> LargeWeight:
-        """Return the weight of clients that have added nothing."""
         out_features, in_features = start.shape[-2:]
         return cls(start, start.new_empty(clients, 0, out_features), start.new_empty(clients, 0, in_features), factor)
 
@@ -197,7 +200,6 @@ class GradientFactors:
         return [rows * sum(s) if big else s.numel() for s, big in zip(self.shapes, self.large, strict=True)]
 
     def length(self, rows: int) -> int:
-        """Return how many numbers a gradient with so many rows takes."""
         return sum(self._sizes(rows))
 
     def parts(self, gradients: Own, client: int, rows: int) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""A few clients of a larger network in lockstep, each large linear weight kept once for all of them.
+"""A few clients of a larger network in lockstep, each large linear weight stored once for all of them.
 
 All clients of a round start from the same weight W, and after some steps on n examples a client's own weight is
 W − α·GᵀX with n rows in G and X (see ``linear``). While n is small, nobody writes that out: a layer's outputs are
@@ -16,7 +16,7 @@ correction or pull are not of this form; they take the per-client path.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from gradalign.client.exchange import Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup
 from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
-from gradalign.fast.linear import LARGE, GradientFactors, LargeWeight, Own, large_product
+from gradalign.fast.linear import GradientFactors, LargeWeight, Own, is_large, large_product
 from gradalign.fast.products import own_product
 from gradalign.fast.spectrum import convolve
 
@@ -42,7 +42,7 @@ class LockstepTrainer:
         self.setup, self.local, self.layers = setup, setup.local, list(model)
         self.shapes = [p.shape for p in model.parameters()]
         self.sizes = [shape.numel() for shape in self.shapes]
-        self.large = [_is_large(layer) and p.ndim == 2 for layer in model for p in layer.parameters()]
+        self.large = [is_large(layer) and p.ndim == 2 for layer in model for p in layer.parameters()]
         self.dtype = next(model.parameters()).dtype
         # A thin product of n rows costs n(in + out), the whole one in·out.
         pairs = [shape for shape, large in zip(self.shapes, self.large, strict=True) if large]
@@ -82,12 +82,9 @@ class LockstepTrainer:
         if group.gradients:
             own = self.factors.displace(own, group.along, group.gradients)
         before = [None if isinstance(one, LargeWeight) else one.clone() for one in own]
-        losses = torch.zeros(len(plans), dtype=torch.float64)
-        for step in self._steps(own, inputs, targets, batches, group.told.lr):
-            losses += step
-        updates = [
-            a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in zip(own, before, strict=True)
-        ]
+        losses = self._walk(own, inputs, targets, batches, group.told.lr)
+        pairs = zip(own, before, strict=True)
+        updates = [a if b is None or isinstance(a, LargeWeight) else a.detach() - b for a, b in pairs]
         total = group.sum
         losses += self._sum(updates, group, total)
         return [group.update(total, losses, batches, self.local)]
@@ -112,14 +109,15 @@ class LockstepTrainer:
             own.append(LargeWeight.at(values, clients, factor) if self.large[place] else _channels_innermost(values))
         return own
 
-    def _steps(self, own: Own, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Iterator[Tensor]:
-        """Take all steps, changing ``own``; yield each step's losses."""
+    def _walk(self, own: Own, inputs: Tensor, targets: Tensor, batches: Batches, lr: float) -> Tensor:
+        """Take all steps, changing ``own``; return each client's summed loss."""
+        total = torch.zeros(len(batches.steps), dtype=torch.float64)
         for rows, weights, active in zip(batches.rows, batches.weights, batches.active, strict=True):
             decays = self._decays(active, len(rows))
             for one in own:
                 if isinstance(one, LargeWeight) and decays is not None:
                     one.shrink = 1 - lr * decays.unsqueeze(1)
-            yield self._backward(own, inputs, targets, rows, weights)
+            total += self._backward(own, inputs, targets, rows, weights)
             # A client that is done has examples of weight zero only, and so gradients of zero.
             for one in own:
                 if isinstance(one, Tensor):
@@ -127,6 +125,7 @@ class LockstepTrainer:
                     if decays is not None:
                         gradient = gradient + one.detach() * decays.to(self.dtype).view(-1, *[1] * (one.ndim - 1))
                     one.detach().add_(gradient, alpha=-lr)
+        return total
 
     def _decays(self, active: Tensor | None, clients: int) -> Tensor | None:
         """Return each client's weight decay in a step, in float64: none for those that are done."""
@@ -196,10 +195,9 @@ def _linear(inputs: Tensor, clients: int, weights: Any, biases: Any) -> Tensor:
     if not isinstance(weights, LargeWeight):
         return own_product(rows, weights, biases).flatten(0, 1)
     outputs = large_product(inputs, weights)
-    if biases is None:
-        return outputs
-    shifted: Tensor = outputs.view(clients, rows.shape[1], -1) + biases.unsqueeze(1)
-    return shifted.flatten(0, 1)
+    if biases is not None:
+        outputs = (outputs.view(*rows.shape[:2], -1) + biases.unsqueeze(1)).flatten(0, 1)
+    return outputs
 
 
 def _channels_innermost(values: Tensor) -> Tensor:
@@ -207,7 +205,3 @@ def _channels_innermost(values: Tensor) -> Tensor:
     if values.ndim == 5:
         return values.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
     return values.contiguous(memory_format=torch.channels_last) if values.ndim == 4 else values
-
-
-def _is_large(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) and layer.weight.numel() >= LARGE

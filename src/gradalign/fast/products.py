@@ -75,15 +75,7 @@ class _SteppingProduct(torch.autograd.Function):
 
 
 def stepping_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, lr: float, decay: float = 0.0) -> Tensor:
-    """Return each client's linear map of its own rows; backward takes a step of SGD with weight and bias.
-
-    Args:
-        inputs: (client, row, in).
-        weight: (client, out, in), changed by backward, which is to come by once.
-        bias: (client, out), changed likewise.
-        lr: α.
-        decay: What of weight and bias is added to their gradients.
-    """
+    """Return ``own_product``; backward, which is to come by once, takes a step of SGD with weight and bias."""
     wanted = inputs.requires_grad
     inputs = inputs if wanted else inputs.detach().requires_grad_()  # or backward would not come by the first layer
     outputs: Tensor = _SteppingProduct.apply(inputs, weight, bias, lr, decay, wanted)  # type: ignore[no-untyped-call]
@@ -109,12 +101,9 @@ class _CrossEntropies(torch.autograd.Function):
 
 
 def cross_entropies(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return each client's mean cross-entropy, or its sum with ``weights``; every target must be a class.
+    """Return each client's sum of its examples' cross-entropies times ``weights``, their mean when None.
 
-    Args:
-        outputs: (client, example, class).
-        targets: (client, example).
-        weights: (client, example), or None for 1 / examples.
+    Outputs are (client, example, class); every target must be a class.
     """
     losses: Tensor = _CrossEntropies.apply(outputs, targets, weights)  # type: ignore[no-untyped-call]
     return losses

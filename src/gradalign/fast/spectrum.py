@@ -81,22 +81,20 @@ class Spectrum:
 
 @lru_cache(maxsize=32)
 def spectrum_of(shape: Shape, dtype: torch.dtype) -> Spectrum:
-    """Return the transforms of a shape."""
-    with torch.device("cpu"):  # whatever a user's program has set
-        return _make_spectrum(shape, dtype)
-
-
-def _make_spectrum(shape: Shape, dtype: torch.dtype) -> Spectrum:
+    """Return the transforms of a shape, on the CPU whatever a user's program has set."""
     height, width = shape.period
     every = itertools.product(range(height), range(width))
     one_of_two = [(row, column) for row, column in every if (row, column) < (-row % height, -column % width)]
     real = list(itertools.product((0, height // 2), (0, width // 2)))
     pairs = len(one_of_two)
-    frequencies = torch.tensor([*one_of_two, *real], dtype=torch.float64) / torch.tensor(shape.period)
+    frequencies = torch.tensor([*one_of_two, *real], dtype=torch.float64, device="cpu")
+    frequencies /= torch.tensor(shape.period, device="cpu")
 
     def waves(size: tuple[int, int], sign: int, first: tuple[int, int] = (0, 0)) -> Tensor:
         """Return cosine and sine of every pair, the cosine of the real frequencies, at the pixels of an image."""
-        rows, columns = (torch.arange(start, start + many) for start, many in zip(first, size, strict=True))
+        rows, columns = (
+            torch.arange(start, start + many, device="cpu") for start, many in zip(first, size, strict=True)
+        )
         turns = torch.cartesian_prod(rows, columns).to(torch.float64).view(-1, 2) @ frequencies.t()
         cosine, sine = torch.cos(2 * math.pi * turns).t(), torch.sin(2 * math.pi * turns).t()
         return torch.cat([torch.stack([cosine, sign * sine], dim=1)[:pairs].flatten(0, 1), cosine[pairs:]])
@@ -147,7 +145,8 @@ class _SpectralConvolution(torch.autograd.Function):
         ctx.save_for_backward(images, weight, seen, blocks)
         ctx.shape, ctx.spectrum = shape, spectrum
         outputs = torch.bmm(spectrum.output.expand(many, -1, -1), product)
-        return outputs if _moves_off_zero(bias) else _exact_where_blank(outputs, images, bias, shape)
+        moved_off_zero = bias is not None and not bool((bias == 0).any())
+        return outputs if moved_off_zero else _exact_where_blank(outputs, images, bias, shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -182,11 +181,6 @@ def _by_pair(spectra: Tensor) -> Tensor:
 def _laid_out_like(known: Tensor, values: Tensor) -> Tensor:
     """Return values in the memory layout of others of their shape: user code may view a gradient as the plain one."""
     return values if values.stride() == known.stride() else torch.empty_like(known).copy_(values)
-
-
-def _moves_off_zero(bias: Tensor | None) -> bool:
-    """Return whether the bias keeps every channel's outputs for blank windows away from zero."""
-    return bias is not None and not bool((bias == 0).any())
 
 
 def _exact_where_blank(outputs: Tensor, images: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:

@@ -63,18 +63,19 @@ def pooled_first(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """
     found = list(layers)
     for place, (first, second) in enumerate(itertools.pairwise(layers)):
-        if type(first) is nn.ReLU and _pools(second):
+        if type(first) is nn.ReLU and pools(second):
             found[place], found[place + 1] = second, nn.Threshold(0.0, 0.0)
     return found
 
 
-def _pools(layer: nn.Module) -> bool:
+def pools(layer: nn.Module) -> bool:
+    """Return whether a layer is max-pooling that gives images and nothing else."""
     return type(layer) is nn.MaxPool2d and not layer.return_indices
 
 
 def is_blind(layer: nn.Module) -> bool:
     """Return whether a layer gives the same numbers however its images lie in memory."""
-    return (type(layer) in _BLIND or _pools(layer)) and not is_hooked(layer)
+    return (type(layer) in _BLIND or pools(layer)) and not is_hooked(layer)
 
 
 def flattens(layer: nn.Module) -> bool:
@@ -89,7 +90,6 @@ class FasterConvolution:
         self._layer = layer
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Return the convolution, in the plain order, by the spectra wherever that is faster."""
         layer = self._layer
         if type(layer) is nn.Conv2d and _is_usual(input):
             return convolve(layer, input, layer.weight, layer.bias).contiguous()
@@ -106,11 +106,9 @@ class FasterStack:
         self._steps: list[Step] = []
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Return what the members, one after the other, make of the input."""
         # A model's own code may watch, replace or re-parametrise a layer at any time.
-        present = [
-            (layer, type(layer), is_hooked(layer)) for layer in self._stack._modules.values() if layer is not None
-        ]
+        members = (layer for layer in self._stack._modules.values() if layer is not None)
+        present = [(layer, type(layer), is_hooked(layer)) for layer in members]
         if present != self._known:
             self._known, self._steps = present, _steps([layer for layer, _, _ in present])
         for step in self._steps:
@@ -136,7 +134,7 @@ def _steps(layers: Iterable[nn.Module]) -> list[Step]:
 
 def _as_run(layers: list[nn.Module]) -> Sequence[Step]:
     """Return the layers as one run where that pays: laying images out anew costs more than it gains without pooling."""
-    return [Run(layers)] if any(_pools(layer) for layer in layers) else layers
+    return [Run(layers)] if any(pools(layer) for layer in layers) else layers
 
 
 class Run:
