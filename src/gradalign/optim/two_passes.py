@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import (
-    Gradients,
-    add_gradients,
-    forget_derived_values,
-    put_gradients,
-    put_values,
-    take_gradients,
-)
+from gradalign.optim.ranks import Gradients, add_gradients, forget_derived_values, put_values, take_gradients
 
 RandomState = tuple[Tensor, Tensor | None]
 
@@ -36,7 +29,6 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:
-    """Put torch's generators back into a state."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
@@ -45,8 +37,8 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 class FrozenBuffers:
     """Holds batch-norm statistics and all other buffers still during the second passes.
 
-    With a model its buffers are copied at the start. Without one, every module in training mode that is called is
-    noted by a hook just before its forward; this sees all modules that run eagerly.
+    With a model its buffers are copied at the start. Without one, a hook notes every module in training mode just
+    before its forward; this sees all modules that run eagerly.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -59,16 +51,13 @@ class FrozenBuffers:
             if (id(module), name) not in self._saved:
                 self._saved[id(module), name] = (module, name, buffer, buffer.detach().clone())
 
-    def _save_trained(self, module: nn.Module, _: object) -> None:
-        if module.training:
-            self._save(module)
-
     def start(self) -> None:
-        """Begin to watch."""
         if self._hook is not None or self._saved:
             return
         if self._model is None:
-            self._hook = nn.modules.module.register_module_forward_pre_hook(self._save_trained)
+            self._hook = nn.modules.module.register_module_forward_pre_hook(
+                lambda module, _: self._save(module) if module.training else None
+            )
         else:
             for module in self._model.modules():
                 self._save(module)
@@ -107,20 +96,15 @@ class TwoPasses:
         self.parameters, self.device = parameters, parameters[0].device
         self.parts: list[Part] = []
         self.visited = 0
-        self.staying = False
-        """This step is a plain one: second passes are made at x, if at all, and count for nothing."""
-        self.nonfinite = False
-        """This rank's gradient is not finite and the other ranks do not know it yet."""
-        self.total: Gradients = [None] * len(parameters)
-        """The sum of what was gathered, each times its share."""
-        self._buffers = buffers
+        self.staying = False  # whether this is a plain step: second passes are made at x, if at all, and add nothing
+        self.nonfinite = False  # whether this rank's gradient is not finite and the other ranks do not know it yet
+        self.total: Gradients = [None] * len(parameters)  # of what was gathered, each times its share
+        self._buffers, self._beta = buffers, 0.0
         self._home: Gradients | None = None
-        self._beta = 0.0
         self._after: RandomState | None = None
 
     @property
     def weight(self) -> float:
-        """The sum of the parts' weights."""
         return sum(part.weight for part in self.parts)
 
     @property
@@ -128,19 +112,19 @@ class TwoPasses:
         """Whether the parameters are away from x."""
         return self._home is not None
 
+    @property
+    def second(self) -> bool:
+        """Whether the first passes are over."""
+        return self.displaced or self.staying
+
     def collect(self, weight: float, random: RandomState) -> None:
-        """Take what lies in ``.grad`` as the next part's gradient at x."""
         self.parts.append(Part(take_gradients(self.parameters), weight, random))
 
     def local_mean(self) -> Gradients:
         """Return the weighted mean of this process's parts as new tensors."""
         mean: Gradients = [None] * len(self.parameters)
         for part in self.parts:
-            share = part.weight / self.weight
-            for j, g in enumerate(part.vectors):
-                so_far = mean[j]
-                if g is not None:
-                    mean[j] = g * share if so_far is None else so_far.add_(g, alpha=share)
+            add_gradients(mean, part.vectors, part.weight / self.weight, in_place=False)
         return mean
 
     @torch.no_grad()
@@ -155,7 +139,7 @@ class TwoPasses:
         self._home, self._beta = mean, beta
 
     def stay(self) -> None:
-        """Let second passes come and go without a trace."""
+        """Make this a plain step."""
         self.staying = True
         for part in self.parts:
             part.vectors = []
@@ -185,7 +169,7 @@ class TwoPasses:
         if self.visited == 0 or all(p.grad is None for p in self.parameters):
             return False
         share = self.parts[self.visited - 1].weight / self.weight
-        self.total = add_gradients(self.total, take_gradients(self.parameters), share)
+        add_gradients(self.total, take_gradients(self.parameters), share, in_place=True)
         return True
 
     def go_home(self, same_randomness: bool) -> None:
@@ -213,8 +197,7 @@ class PendingGradient:
         self._handles += [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
 
     def _arrive(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """Return what is to be added to ``.grad`` in the place of this gradient."""
-        raise NotImplementedError
+        raise NotImplementedError  # what is to be added to .grad in the place of this gradient
 
     def _note(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -228,10 +211,8 @@ class PendingGradient:
         )
 
     def close(self) -> None:
-        """Let go of the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles.pop().remove()
 
 
 class LastPart(PendingGradient):
@@ -280,8 +261,8 @@ class PlainGradient(PendingGradient):
 
     def put(self) -> None:
         """Make it ``.grad``, again when someone cleared that."""
-        put_gradients(self.parameters, list(self._gradients.values()))
-        for p in self.parameters:
+        for p, own in self._gradients.items():
+            p.grad = own
             self._note(p)
 
     @torch.no_grad()
