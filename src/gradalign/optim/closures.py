@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradalign.errors import GradalignError
 from gradalign.optim.ranks import Gradients, all_finite, displaced, put_gradients, take_gradients
-from gradalign.optim.two_passes import RandomState, TwoPasses, random_state, set_random_state
+from gradalign.optim.two_passes import RandomState, TwoPasses, random_state
 from gradalign.optim.wrapper import OptimizerWrapper
 
 
@@ -39,9 +39,8 @@ class ClosureStep:
     ) -> None:
         self.closure, self.parts, self.weights = closure, parts, weights
         self.parameters, self.overlap = wrapper.trained_parameters(), wrapper.overlap
-        self.ranks, self.buffers, self.watch = wrapper._ranks, wrapper._buffers, wrapper._watch
-        self.model, self.same_randomness = wrapper._parallel, wrapper.same_randomness
-        self.passes = TwoPasses(self.parameters, self.buffers)
+        self.ranks, self.watch, self.model = wrapper._ranks, wrapper._watch, wrapper._parallel
+        self.passes = TwoPasses(self.parameters, wrapper._buffers, wrapper.same_randomness)
         self.weight = self.all_weight = sum(weights)
         # loss / n and not loss · (1/n): the bits of the usual loop that accumulates gradients.
         self.divisors = [self.weight / w for w in weights]
@@ -137,14 +136,12 @@ class ClosureStep:
             return
         passes.aim(beta, mean)
         del mean  # its memory now holds x
-        try:
+        with passes.second_passes():
             for i in range(len(self.parts)):
-                passes.visit(self.same_randomness)
+                passes.visit()
                 with self._weighted_for_ddp():
                     self._run(i, 1.0, synchronised=self.overlap)
                 passes.gather()
-        finally:
-            passes.go_home(self.same_randomness)
         put_gradients(self.parameters, passes.total)
         self._finish(with_loss=False)
 
@@ -155,9 +152,9 @@ class ClosureStep:
         if not all_finite(mean):
             put_gradients(self.parameters, mean)
             return
-        with self._second_passes():
+        with self.passes.second_passes():
             for i, state in enumerate(states):
-                self._set_random(state)
+                self.passes.set_random(state)
                 # Its memory is x by the time that the next part's gradient comes, so it gets no name here.
                 self._add_displaced(i, mean, self._apart(partial(self._run, i, 1.0)), beta, state)
         self._finish(with_loss=False)
@@ -173,7 +170,7 @@ class ClosureStep:
                 nonfinite = self._tell(lost=nonfinite)
             if nonfinite:
                 break
-            with self._second_passes():
+            with self.passes.second_passes():
                 self._add_displaced(i, mean, own, beta, before)
             del own
         if nonfinite:  # the other ranks do not know: NaN in the mean tells them
@@ -188,22 +185,8 @@ class ClosureStep:
         put_gradients(self.parameters, so_far)  # by its only name: with a second one backward would copy, not add
         return own
 
-    @contextmanager
-    def _second_passes(self) -> Iterator[None]:
-        after = random_state(self.passes.device)
-        self.buffers.start()
-        try:
-            yield
-        finally:
-            self.buffers.stop()
-            self._set_random(after)
-
     def _add_displaced(self, index: int, mean: Gradients, own: Gradients, beta: float, random: RandomState) -> None:
         """Add one part's gradient at its displaced point to ``.grad``; the memory of ``own`` is used up."""
         with displaced(self.parameters, mean, own, beta), self._weighted_for_ddp():
-            self._set_random(random)
+            self.passes.set_random(random)
             self._run(index, self.divisors[index], synchronised=self.overlap)
-
-    def _set_random(self, state: RandomState) -> None:
-        if self.same_randomness:
-            set_random_state(self.passes.device, state)

@@ -24,18 +24,13 @@ Gradients = list[Tensor | None]
 
 
 def forget_derived_values() -> None:
-    """Drop what torch derived from the parameters and remembers: forwards would go on with the old point's values.
-
-    Inside ``torch.autocast`` these are the weights' 16-bit copies, inside ``parametrize.cached()`` the weights that
-    parametrizations gave.
-    """
-    torch.clear_autocast_cache()
+    """Drop what torch derived from the parameters and remembers: forwards would go on with the old point's values."""
+    torch.clear_autocast_cache()  # the weights' 16-bit copies
     cached: dict[tuple[int, str], Tensor | None] = getattr(parametrize, "_cache", {})
-    cached.clear()
+    cached.clear()  # inside parametrize.cached(): the weights that parametrizations gave
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
-    """Take the gradients away from the parameters."""
     for p in parameters:
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise GradalignError(
@@ -69,24 +64,27 @@ def all_finite(gradients: Gradients) -> bool:
 
 @torch.no_grad()
 def put_values(parameters: Sequence[nn.Parameter], values: Gradients) -> None:
-    """Overwrite the parameters, where there is a value."""
     for p, value in zip(parameters, values, strict=True):
         if value is not None:
             p.copy_(value)
     forget_derived_values()
 
 
+@torch.no_grad()
+def _displace(p: nn.Parameter, mean: Tensor | None, own: Tensor | None, beta: float) -> Tensor | None:
+    """Move a parameter to x − β(ḡ − g_i) and return x in the memory of g_i; None where it stays at x."""
+    if mean is None:
+        return None
+    point = torch.sub(p, mean, alpha=beta) if own is None else torch.add(p, own.sub_(mean), alpha=beta, out=own)
+    x = p.detach().clone()
+    p.copy_(point)
+    return point.copy_(x)
+
+
 @contextmanager
 def displaced(parameters: Sequence[nn.Parameter], mean: Gradients, own: Gradients, beta: float) -> Iterator[None]:
-    """Be at x − β(ḡ − g_i) in this block, and back at x, to the bit, after it; the memory of g_i holds x meanwhile."""
-    home: Gradients = [None] * len(parameters)
-    with torch.no_grad():
-        for j, (p, m, g) in enumerate(zip(parameters, mean, own, strict=True)):
-            if m is not None:
-                point = torch.sub(p, m, alpha=beta) if g is None else torch.add(p, g.sub_(m), alpha=beta, out=g)
-                x = p.detach().clone()  # one parameter-sized piece of memory at a time
-                p.copy_(point)
-                home[j] = point.copy_(x)
+    """Be at x − β(ḡ − g_i) in this block, and back at x, to the bit, after it; the memory of ``own`` is used up."""
+    home = [_displace(p, m, g, beta) for p, m, g in zip(parameters, mean, own, strict=True)]
     forget_derived_values()
     try:
         yield
@@ -148,14 +146,12 @@ class Ranks:
         return changed
 
     def share_object(self, value: Any) -> Any:
-        """Return the first rank's value."""
         sent = [value]
         if self.group is not None:
             dist.broadcast_object_list(sent, dist.get_global_rank(self.group, 0), group=self.group)
         return sent[0]
 
     def sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """Return the sums over all ranks of a few numbers, from a small all-reduce."""
         if self.size == 1:
             return list(numbers)
         flat = torch.tensor(numbers, dtype=torch.float64, device=device)
@@ -202,7 +198,6 @@ class Ranks:
 
 
 def positive_weight(weight: Any, what: str) -> float:
-    """Return a weight as a float, or say that it is none."""
     try:
         number = float(weight)
     except (TypeError, ValueError):

@@ -52,7 +52,7 @@ class TwoPassSteps(OptimizerWrapper):
     def _collect(self, weight: float) -> TwoPasses:
         if self._passes is None:
             self._meet_ranks(after_a_pass=True)
-            self._passes = TwoPasses(self.trained_parameters(), self._buffers)
+            self._passes = TwoPasses(self.trained_parameters(), self._buffers, self.same_randomness)
         self._passes.collect(weight, self._random or random_state(self._passes.device))
         self._mark_random()
         return self._passes
@@ -110,6 +110,7 @@ class TwoPassSteps(OptimizerWrapper):
             return self._stay(passes, mean, scale)
         self._warn_of_equal_ranks(passes, mean)
         passes.aim(self.beta_now, mean)
+        passes.leave()
         self._watch.stop()
         if self._ranks.size > 1 and not self.overlap:
             self._watch.refuse_averaging(passes.parameters, self._refuse_averaging)
@@ -139,7 +140,7 @@ class TwoPassSteps(OptimizerWrapper):
 
     def _visit(self, passes: TwoPasses) -> None:
         """Go to the next part's point; the last part's backward then completes the step's gradient in ``.grad``."""
-        passes.visit(self.same_randomness)
+        passes.visit()
         if passes.visited == len(passes.parts):
             # DDP takes the plain mean over ranks: what it averages is weighted before.
             whole = self._all_weight / self._ranks.size if self.overlap else passes.weight
@@ -173,7 +174,7 @@ class TwoPassSteps(OptimizerWrapper):
         if self._pending is not None:
             self._pending.close()
         if self._passes is not None:
-            self._passes.go_home(self.same_randomness)
+            self._passes.go_home()
             put_gradients(self._passes.parameters, [None] * len(self._passes.parameters))
         self._end_of_step()
 
@@ -222,7 +223,7 @@ class TwoPassSteps(OptimizerWrapper):
         pending.finish()
         self._refuse_unknown_scale()
         self._unscale()
-        passes.go_home(self.same_randomness)
+        passes.go_home()
         own = self._ranks.size > 1 and (passes.nonfinite or not (passes.staying or (self.overlap and averaged)))
         if own:  # it is this rank's own mean so far
             if self.overlap:

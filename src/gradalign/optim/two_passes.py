@@ -9,7 +9,8 @@ distances from ḡ in place, and ḡ's memory becomes the copy of x that is put 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,12 +27,6 @@ RandomState = tuple[Tensor, Tensor | None]
 def random_state(device: torch.device) -> RandomState:
     """Return the state of torch's generators: the CPU's and the device's."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def set_random_state(device: torch.device, state: RandomState) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
 
 
 class FrozenBuffers:
@@ -64,7 +59,6 @@ class FrozenBuffers:
 
     @torch.no_grad()
     def stop(self) -> None:
-        """Put every buffer back as it was."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -86,7 +80,7 @@ class Part:
 class TwoPasses:
     """The working memory of one step: parts are collected, then visited at their displaced points in the same order."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], buffers: FrozenBuffers) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], buffers: FrozenBuffers, same_randomness: bool) -> None:
         if not parameters:
             raise GradalignError("no parameter of the optimizer requires a gradient")
         devices = {p.device for p in parameters}
@@ -99,7 +93,7 @@ class TwoPasses:
         self.staying = False  # whether this is a plain step: second passes are made at x, if at all, and add nothing
         self.nonfinite = False  # whether this rank's gradient is not finite and the other ranks do not know it yet
         self.total: Gradients = [None] * len(parameters)  # of what was gathered, each times its share
-        self._buffers, self._beta = buffers, 0.0
+        self._buffers, self._same_randomness, self._beta = buffers, same_randomness, 0.0
         self._home: Gradients | None = None
         self._after: RandomState | None = None
 
@@ -143,26 +137,38 @@ class TwoPasses:
         self.staying = True
         for part in self.parts:
             part.vectors = []
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Begin the second passes: from here on buffers and generators are put back by ``go_home``."""
         self._after = random_state(self.device)
         self._buffers.start()
 
+    @contextmanager
+    def second_passes(self) -> Iterator[None]:
+        self.leave()
+        try:
+            yield
+        finally:
+            self.go_home()
+
+    def set_random(self, state: RandomState | None) -> None:
+        if state is not None and self._same_randomness:
+            torch.set_rng_state(state[0])
+            if state[1] is not None:
+                torch.cuda.set_rng_state(state[1], self.device)
+
     @torch.no_grad()
-    def visit(self, same_randomness: bool) -> None:
+    def visit(self) -> None:
         """Go to the next part's displaced point x + β(g_i − ḡ), with the random numbers of its first pass."""
         part = self.parts[self.visited]
-        if self.visited == 0:
-            self._leave()
         self.visited += 1
         for p, x, distance in zip(self.parameters, self._home or (), part.vectors, strict=True):
             if x is not None and distance is not None:
                 torch.add(x, distance, alpha=self._beta, out=p)  # one walk through memory
         forget_derived_values()
         part.vectors = []
-        if same_randomness:
-            set_random_state(self.device, part.random)
+        self.set_random(part.random)
 
     def gather(self) -> bool:
         """Add the gradient of the point just visited to the total; return whether there was one."""
@@ -172,14 +178,13 @@ class TwoPasses:
         add_gradients(self.total, take_gradients(self.parameters), share, in_place=True)
         return True
 
-    def go_home(self, same_randomness: bool) -> None:
+    def go_home(self) -> None:
         """Put back x to the bit, the buffers, and the generators as they were after the first passes."""
         if self._home is not None:
             put_values(self.parameters, self._home)
             self._home = None
         self._buffers.stop()
-        if self._after is not None and same_randomness:
-            set_random_state(self.device, self._after)
+        self.set_random(self._after)
         self._after = None
 
 
