@@ -127,14 +127,12 @@ class _TaskClient:
     def examples(self, context: Context, seed: int = 0) -> Examples:
         """Return the node's examples: its partition's, or the only ones there are."""
         task, client = self.task(context), partition_of(context)
-        if len(task.clients) == 1:
-            return task.client(0, seed)
-        if client >= len(task.clients):
-            raise GradalignError(f"{PARTITION} is {client}, but the task {task.name} has {len(task.clients)} clients")
-        return task.client(client, seed)
+        total = len(task.clients)
+        if 1 < total <= client:
+            raise GradalignError(f"{PARTITION} is {client}, but the task {task.name} has {total} clients")
+        return task.client(client if total > 1 else 0, seed)
 
     def _begin(self, message: Message, context: Context) -> tuple[ClientTrainer, ClientRound, Examples]:
-        """Return what an order needs: the trainer, made once, the order with this client's memory, and its examples."""
         order, task = messages.Order.of(message), self.task(context)
         wanted = (order.local, order.seed, order.fast)
         if self._trainer is None or self._trainer.task is not task or self._trained_with != wanted:
@@ -145,7 +143,6 @@ class _TaskClient:
         return self._trainer, work, self.examples(context, order.seed)
 
     def gradient(self, message: Message, context: Context) -> Message:
-        """Answer the gradient phase: g_i at the server's point, remembered for this round's training."""
         with one_thread():
             trainer, work, examples = self._begin(message, context)
             found = trainer.gradient(work.told, work.who, examples)
@@ -155,7 +152,6 @@ class _TaskClient:
         return messages.reply(message, {"gradient": found.vector}, numbers)
 
     def train(self, message: Message, context: Context) -> Message:
-        """Answer the training phase: make the plan, carry it out, report Δ_i."""
         with one_thread():
             trainer, work, examples = self._begin(message, context)
             taken = 0

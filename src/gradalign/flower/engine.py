@@ -122,7 +122,6 @@ class FlowerEngine(LocalClients):
         return found
 
     def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
-        """Yield Δ_i of every client that answers."""
         wanted = {one.client: one for one in who}
         if not wanted:
             return
@@ -155,15 +154,11 @@ class FlowerEngine(LocalClients):
         for update in self._readable(replies, messages.read_update, told, wanted.values()):
             (client,) = update.clients
             self._heard[client] = told.round, self._last_heard(client, told.round)
-            self._warn_of_unread(client, replies[client])
+            unread = str(replies[client].content.config_records.get(messages.CONFIG, {}).get(messages.UNREAD, ""))
+            if unread and unread not in self._warned:  # said once for all clients
+                self._warned.add(unread)
+                logger.warning("client %d's training loop did not look at the strategy's local: %s", client, unread)
             yield update
-
-    def _warn_of_unread(self, client: int, reply: Message) -> None:
-        """Say once which settings a client's own training loop leaves aside."""
-        settings = str(reply.content.config_records.get(messages.CONFIG, {}).get(messages.UNREAD, ""))
-        if settings and settings not in self._warned:
-            self._warned.add(settings)
-            logger.warning("client %d's training loop did not look at the strategy's local: %s", client, settings)
 
     def _last_heard(self, client: int, round_index: int) -> int:
         """Return the round of the k_i that the server counts on, −1 for none; a round played again does not count."""
@@ -205,7 +200,6 @@ class FlowerEngine(LocalClients):
         )
 
     def evaluate(self, point: Point) -> Score | None:
-        """Return the score on the server's test examples, None when it has none."""
         return self._evaluator.evaluate(point) if self._federation.task.test_examples is not None else None
 
 

@@ -100,7 +100,6 @@ class Exchange:
             yield message.metadata.reply_to_message_id, message
 
     def ask(self, messages: Mapping[int, Message], seconds: float) -> Answers:
-        """Send each client its message and wait for the replies."""
         waiting: dict[str, int] = {}
         replies, failures, silent = answers = Answers({}, {}, set())
         for client, message_id in zip(messages, self.push(list(messages.values())), strict=True):
@@ -269,7 +268,6 @@ class InProcessGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)  # only Flower's interface asks
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Have every message answered; return their ids."""
         ids = []
         for message in messages:
             message_id = f"message-{next(self._numbers)}"

@@ -50,13 +50,12 @@ class MemoryLostError(GradalignError):
 
 
 def to_array(tensor: Tensor) -> Array:
-    """Return a tensor as Flower sends it; bfloat16, which NumPy lacks, travels as its bits."""
+    """Return a tensor as Flower sends it; bfloat16, which NumPy lacks, goes as its bits."""
     plain = tensor.detach().cpu().contiguous()
     return Array((plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy())
 
 
 def to_tensor(array: Array, dtype: torch.dtype) -> Tensor:
-    """Return a received array in the precision that is expected."""
     tensor = torch.from_numpy(array.numpy())
     if dtype == torch.bfloat16 and tensor.dtype == torch.int16:
         return tensor.view(torch.bfloat16)
@@ -96,7 +95,6 @@ class Order:
 
     @classmethod
     def of(cls, message: Message) -> Order:
-        """Read the order from a message."""
         try:
             plain = json.loads(str(message.content.config_records[CONFIG][ORDER]))
             return cls(**plain | {"local": LocalTraining(**plain["local"])})
@@ -127,7 +125,6 @@ def point_arrays(point: Point) -> dict[str, Array]:
 def instruction(
     kind: str, node: int, arrays: Mapping[str, Array], order: Order, extra: Mapping[str, Any], ttl: float
 ) -> Message:
-    """Return the message that carries an order to a node."""
     config = ConfigRecord({**extra, ORDER: order.encode()})
     content = RecordDict({ARRAYS: ArrayRecord(dict(arrays)), CONFIG: config})
     return Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(order.round + 1))

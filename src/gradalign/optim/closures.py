@@ -6,7 +6,7 @@ parameters, buffers and random generators are put back first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -28,14 +28,10 @@ def _refuse_averaging() -> NoReturn:
 
 
 class ClosureStep:
-    """One step of a wrapper on given parts."""
+    """One step of a wrapper on given parts, each the arguments of the closure."""
 
     def __init__(
-        self,
-        wrapper: OptimizerWrapper,
-        closure: Callable[..., Any],
-        parts: Sequence[tuple[Any, ...]],
-        weights: Sequence[float],
+        self, wrapper: OptimizerWrapper, closure: Callable[..., Any], parts: list[tuple[Any, ...]], weights: list[float]
     ) -> None:
         self.closure, self.parts, self.weights = closure, parts, weights
         self.parameters, self.overlap = wrapper.trained_parameters(), wrapper.overlap
@@ -103,7 +99,6 @@ class ClosureStep:
                 handle.remove()
 
     def _finish(self, *, with_loss: bool) -> None:
-        """Replace this rank's gradient in ``.grad`` by the mean over all ranks."""
         if self.ranks.size == 1 or (self.overlap and self.watch.averages):
             return
         own = take_gradients(self.parameters)

@@ -147,7 +147,6 @@ class TwoPassSteps(OptimizerWrapper):
             self._pending = LastPart(passes.parameters, passes.total, passes.parts[-1].weight / whole)
 
     def _unscale_first_pass(self, passes: TwoPasses, scaler: GradScaler | None) -> float:
-        """Undo the scale of the gradients at x, and return it."""
         self._scaled = scaler is not None and scaler.is_enabled()
         if scaler is None or not self._scaled:
             return 1.0

@@ -61,7 +61,6 @@ class DdpWatch:
 
     @contextmanager
     def refusing(self, parameters: Iterable[nn.Parameter], refuse: Callable[[], object]) -> Iterator[None]:
-        """Refuse it in this block, whatever model is called."""
         self.refuse_averaging(parameters, refuse, everywhere=True)
         try:
             yield
@@ -69,7 +68,6 @@ class DdpWatch:
             self.stop()
 
     def stop(self) -> None:
-        """Refuse nothing any more, and forget what was seen."""
         self._trained, self._refuse, self.averages = set(), None, False
         if self._hook is not None:
             self._hook.remove()
