@@ -89,7 +89,7 @@ def on_update(mod: Mod, *, gradients: bool = True) -> Mod:
         if not concerned or reply.has_error() or ARRAYS not in reply.content.array_records:
             return reply
         rest = dict(reply.content.array_records[ARRAYS])
-        carried = {name: rest.pop(name) for name in ("update", "gradient") if name in rest}
+        carried: dict[str, Array] = {name: rest.pop(name) for name in ("update", "gradient") if name in rest}
         zeros = {name: Array(np.zeros_like(array.numpy())) for name, array in carried.items()}
         reply.content[ARRAYS] = ArrayRecord(carried)
         content = RecordDict({ARRAYS: ArrayRecord(zeros), CONFIG: message.content.config_records[CONFIG]})

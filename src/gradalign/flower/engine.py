@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import Array, Message
+from flwr.app import Array, ConfigRecord, Message
 from torch import Tensor
 
 from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Participant, Score, Update
@@ -154,7 +154,8 @@ class FlowerEngine(LocalClients):
         for update in self._readable(replies, messages.read_update, told, wanted.values()):
             (client,) = update.clients
             self._heard[client] = told.round, self._last_heard(client, told.round)
-            unread = str(replies[client].content.config_records.get(messages.CONFIG, {}).get(messages.UNREAD, ""))
+            config = replies[client].content.config_records.get(messages.CONFIG, ConfigRecord())
+            unread = str(config.get(messages.UNREAD, ""))
             if unread and unread not in self._warned:  # said once for all clients
                 self._warned.add(unread)
                 logger.warning("client %d's training loop did not look at the strategy's local: %s", client, unread)
