@@ -69,7 +69,6 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "fast/spectrum": ("spectrum",),
     "fast/stacks": ("same_function", "fast"),
     "optim/closures": OPTIM,
-    "optim/gradalign": OPTIM,
     "optim/ranks": OPTIM,
     "optim/two_pass_steps": OPTIM,
     "optim/two_passes": OPTIM,

@@ -14,22 +14,9 @@ from gradalign.algorithms.plan import Algorithm
 from gradalign.client.trainer import ClientTrainer, Setup, one_thread
 from gradalign.errors import GradalignError
 from gradalign.fast import client_trainer
+from gradalign.flower import messages
 from gradalign.flower.client_round import ClientRound, leaving
-from gradalign.flower.messages import (
-    ARRAYS,
-    CONFIG,
-    EXAMPLES,
-    METRICS,
-    PARTITION,
-    PARTITIONS,
-    SEEN,
-    TOTAL_STEP_SIZE,
-    TRAIN,
-    MemoryLostError,
-    Order,
-    lost_memory_reply,
-    reply,
-)
+from gradalign.flower.messages import ARRAYS, CONFIG, METRICS, PARTITION, PARTITIONS
 from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task
 
@@ -45,15 +32,16 @@ def partition_of(context: Context) -> int:
 
 
 def at_the_door(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """The outermost Flower mod: sees replies as the server will, and asks it for a memory that is lost."""
+    """The outermost Flower mod: sees replies as the server will, and asks it for a vector that is lost or differs."""
     token = leaving.set([])
     try:
         answer = call_next(message, context)
         for look in leaving.get() or ():
             look(answer)
         return answer
-    except MemoryLostError as lost:
-        return lost_memory_reply(message, differs=lost.differs)
+    except messages.MemoryLostError as lost:
+        numbers = MetricRecord({messages.LOST: 1, messages.DIFFERS: int(lost.differs)})
+        return Message(RecordDict({METRICS: numbers}), reply_to=message)
     finally:
         leaving.reset(token)
 
@@ -64,8 +52,8 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
     Register ``train("gradient")`` and ``train()`` on it, with ``gradient_reply`` and ``LocalRound`` inside.
 
     Args:
-        examples: Gives the number of the client's examples, for ``weights="examples"``; when not given, the
-            server goes by the examples of the client's first reply in each round.
+        examples: Gives the number of the client's examples, for ``weights="examples"``; when not given, the server
+            goes by the client's first reply in each round.
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
     """
     app = ClientApp(mods=[at_the_door, *mods])
@@ -74,7 +62,7 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
     def partition(message: Message, context: Context) -> Message:
         known = {PARTITION: partition_of(context)}
         if examples is not None:
-            known[EXAMPLES] = examples(context)
+            known[messages.EXAMPLES] = examples(context)
         total = context.node_config.get(PARTITIONS)
         if isinstance(total, int):
             known[PARTITIONS] = total
@@ -96,23 +84,18 @@ def on_update(mod: Mod, *, gradients: bool = True) -> Mod:
     """
 
     def adapted(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        kind = message.metadata.message_type
-        if not (kind == TRAIN or (gradients and kind.startswith(f"{TRAIN}."))):
-            return call_next(message, context)
-        reply = call_next(message, context)
-        if reply.has_error() or ARRAYS not in reply.content.array_records:
+        kind, reply = message.metadata.message_type, call_next(message, context)
+        concerned = kind == messages.TRAIN or (gradients and kind.startswith(f"{messages.TRAIN}."))
+        if not concerned or reply.has_error() or ARRAYS not in reply.content.array_records:
             return reply
-        arrays = reply.content.array_records[ARRAYS]
-        carried = {name: array for name, array in arrays.items() if name in ("update", "gradient")}
-        rest = {name: array for name, array in arrays.items() if name not in ("update", "gradient")}
+        rest = dict(reply.content.array_records[ARRAYS])
+        carried: dict[str, Array] = {name: rest.pop(name) for name in ("update", "gradient") if name in rest}
         zeros = {name: Array(np.zeros_like(array.numpy())) for name, array in carried.items()}
-
-        def shown_reply(_: Message, __: Context) -> Message:
-            reply.content[ARRAYS] = ArrayRecord(carried)
-            return reply
-
-        seen = _shown(message, zeros)
-        answer = mod(seen, context, shown_reply)
+        reply.content[ARRAYS] = ArrayRecord(carried)
+        content = RecordDict({ARRAYS: ArrayRecord(zeros), CONFIG: message.content.config_records[CONFIG]})
+        shown = Message(content, reply_to=message)
+        shown.metadata.__dict__.update(message.metadata.__dict__)  # so that an error reply finds its way
+        answer = mod(shown, context, lambda *_: reply)
         if not answer.has_error():
             answer.content[ARRAYS] = ArrayRecord({**answer.content.array_records[ARRAYS], **rest})
         return answer
@@ -120,30 +103,18 @@ def on_update(mod: Mod, *, gradients: bool = True) -> Mod:
     return adapted
 
 
-def _shown(message: Message, arrays: dict[str, Array]) -> Message:
-    """Return the message as a mod expects it: the same order, other arrays."""
-    content = RecordDict({ARRAYS: ArrayRecord(arrays), CONFIG: message.content.config_records[CONFIG]})
-    shown = Message(content, reply_to=message)
-    shown.metadata.__dict__.update(message.metadata.__dict__)  # so that an error reply finds its way
-    return shown
-
-
 class _TaskClient:
     """Answers for the clients of one task. The model is made once and used for every message of the process."""
 
     def __init__(
-        self,
-        source: Task | Callable[[Context], Task],
-        algorithms: Iterable[type[Algorithm]],
-        device: torch.device | str,
+        self, task: Task | Callable[[Context], Task], algorithms: Iterable[type[Algorithm]], device: torch.device | str
     ) -> None:
-        self._source, self._algorithms, self._device = source, list(algorithms), device
+        self._source, self._algorithms, self._device = task, list(algorithms), device
         self._made: tuple[str, Task] | None = None
         self._trainer: ClientTrainer | None = None
         self._trained_with: tuple[object, ...] = ()
 
     def task(self, context: Context) -> Task:
-        """Return the task of this node."""
         if isinstance(self._source, Task):
             return self._source
         # A task with all clients serves every node of a process (Flower's simulation); one with a single client, one.
@@ -156,15 +127,13 @@ class _TaskClient:
     def examples(self, context: Context, seed: int = 0) -> Examples:
         """Return the node's examples: its partition's, or the only ones there are."""
         task, client = self.task(context), partition_of(context)
-        if len(task.clients) == 1:
-            return task.client(0, seed)
-        if client >= len(task.clients):
-            raise GradalignError(f"{PARTITION} is {client}, but the task {task.name} has {len(task.clients)} clients")
-        return task.client(client, seed)
+        total = len(task.clients)
+        if 1 < total <= client:
+            raise GradalignError(f"{PARTITION} is {client}, but the task {task.name} has {total} clients")
+        return task.client(client if total > 1 else 0, seed)
 
     def _begin(self, message: Message, context: Context) -> tuple[ClientTrainer, ClientRound, Examples]:
-        """Return what an order needs: the trainer, made once, the order with this client's memory, and its examples."""
-        order, task = Order.of(message), self.task(context)
+        order, task = messages.Order.of(message), self.task(context)
         wanted = (order.local, order.seed, order.fast)
         if self._trainer is None or self._trainer.task is not task or self._trained_with != wanted:
             setup = Setup(task=task, local=order.local, seed=order.seed, device=self._device, fast=order.fast)
@@ -174,17 +143,15 @@ class _TaskClient:
         return self._trainer, work, self.examples(context, order.seed)
 
     def gradient(self, message: Message, context: Context) -> Message:
-        """Answer the gradient phase: g_i at the server's point, remembered for this round's training."""
         with one_thread():
             trainer, work, examples = self._begin(message, context)
             found = trainer.gradient(work.told, work.who, examples)
         work.remember_gradient(found.vector.cpu())
         numbers = {"loss": found.losses[0], "accuracy": found.accuracies[0]}
-        numbers |= {EXAMPLES: len(examples), SEEN: found.examples}
-        return reply(message, {"gradient": found.vector}, numbers)
+        numbers |= {messages.EXAMPLES: len(examples), messages.SEEN: found.examples}
+        return messages.reply(message, {"gradient": found.vector}, numbers)
 
     def train(self, message: Message, context: Context) -> Message:
-        """Answer the training phase: make the plan, carry it out, report Δ_i."""
         with one_thread():
             trainer, work, examples = self._begin(message, context)
             taken = 0
@@ -193,9 +160,9 @@ class _TaskClient:
                 work.gradient, taken = own.vector.cpu(), own.examples
             done = trainer.train(work.told, work.who, work.plan(), examples)
         work.remember_update(done.vector.cpu(), done.total_step_sizes[0])
-        numbers = {"loss": done.losses[0], "steps": done.steps[0], TOTAL_STEP_SIZE: done.total_step_sizes[0]}
-        numbers |= {EXAMPLES: len(examples), SEEN: done.examples + taken}
-        return reply(message, {"update": done.vector, "floats": done.floats, "ints": done.ints}, numbers)
+        numbers = {"loss": done.losses[0], "steps": done.steps[0], messages.TOTAL_STEP_SIZE: done.total_step_sizes[0]}
+        numbers |= {messages.EXAMPLES: len(examples), messages.SEEN: done.examples + taken}
+        return messages.reply(message, {"update": done.vector, "floats": done.floats, "ints": done.ints}, numbers)
 
 
 def client_app(

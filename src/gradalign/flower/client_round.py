@@ -17,22 +17,8 @@ from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel, Point
 from gradalign.errors import GradalignError
-from gradalign.flower.messages import (
-    ARRAYS,
-    CONFIG,
-    EXAMPLES,
-    SEEN,
-    TOTAL_STEP_SIZE,
-    UNREAD,
-    MemoryLostError,
-    Order,
-    algorithm_of,
-    digest,
-    received_point,
-    reply,
-    to_array,
-    to_tensor,
-)
+from gradalign.flower import messages
+from gradalign.flower.messages import ARRAYS, EXAMPLES, SEEN, MemoryLostError, received_point, to_array, to_tensor
 
 _GRADIENT, _POINT, _KEPT = "gradalign.gradient", "gradalign.point", "gradalign.kept"
 leaving: ContextVar[list[Callable[[Message], None]] | None] = ContextVar("leaving", default=None)
@@ -58,20 +44,21 @@ class ClientRound:
     """One order, with what the client holds for it in Flower's ``context.state``: x and its own gradient, and its k_i.
 
     A k_i is stored in two versions: the one the server knows of, and the one after the present round. When the reply
-    is lost on its way the server names the older round again and the client goes back to it, and both mean the same
-    vector. The server is the authority: an order has the digests of g_i and k_i as the server has them, and a client
-    that holds others (its Δ_i was clipped or noised on the way) asks for them.
+    is lost on its way, the server names the older round again and the client goes back to it. The server is the
+    authority: an order has the digests of g_i and k_i as the server has them, and a client that holds others (its Δ_i
+    was clipped or noised on the way) asks for them.
     """
 
     def __init__(
         self, message: Message, context: Context, like: Point, algorithms: Iterable[type[Algorithm]] = ()
     ) -> None:
-        self.order = order = Order.of(message)
+        self.order = order = messages.Order.of(message)
         self._context, self._arrays = context, message.content.array_records[ARRAYS]
         point = self._point(like)
-        algorithm = algorithm_of(order, algorithms)
-        shared = {part.label: self._sent(f"shared.{part.label}", point.x) for part in algorithm.parts}
-        zeros = {part.label: torch.zeros_like(point.x) for part in algorithm.keepers}
+        algorithm = messages.algorithm_of(order, algorithms)
+        sent = {part.label: self._sent(f"shared.{part.label}", point.x) for part in algorithm.parts}
+        shared = {part.label: torch.zeros_like(point.x) for part in algorithm.keepers}
+        shared |= {label: vector for label, vector in sent.items() if vector is not None}
         self.told = Broadcast(
             point=point,
             round=order.round,
@@ -80,11 +67,10 @@ class ClientRound:
             gradient_examples=order.limit,
             participants=order.participants,
             mean=self._sent("mean_gradient", point.x),
-            shared=zeros | {label: vector for label, vector in shared.items() if vector is not None},
+            shared=shared,
         )
         self.who = Participant(client=order.client, share=order.weight, kept=self._kept())
-        self.gradient: Tensor | None = None
-        """g_i as the server has it, for the training of a round with a gradient phase."""
+        self.gradient: Tensor | None = None  # g_i as the server has it, for training after a gradient phase
         if algorithm.needs_gradients:
             self.gradient = self._held("gradient", _GRADIENT, f"{self._tag(order.round)}:{order.limit}", point.x)
 
@@ -106,7 +92,7 @@ class ClientRound:
         if name not in self._record(record):
             raise MemoryLostError(f"this client has lost the vector {sent_as} that round {self.order.round + 1} needs")
         vector, wanted = to_tensor(self._record(record)[name], like.dtype), self.order.digests.get(sent_as)
-        if wanted is not None and digest(vector) != wanted:
+        if wanted is not None and messages.digest(vector) != wanted:
             raise MemoryLostError(f"this client's vector {sent_as} is not the server's", differs=True)
         return vector
 
@@ -123,14 +109,13 @@ class ClientRound:
         """Return x and the buffers that the message carries, or those of this round that were remembered."""
         if "x" in self._arrays:
             return received_point(self._arrays, like)
-        prefix = f"{self._tag(self.order.round)}/"
-        found = {name: array for name, array in self._record(_POINT).items() if name.startswith(prefix)}
+        prefix, held = f"{self._tag(self.order.round)}/", self._record(_POINT)
+        found = {name.removeprefix(prefix): array for name, array in held.items() if name.startswith(prefix)}
         if not found:
             raise MemoryLostError(f"this client has no model of round {self.order.round + 1}")
-        return received_point(ArrayRecord({name.removeprefix(prefix): array for name, array in found.items()}), like)
+        return received_point(ArrayRecord(found), like)
 
     def plan(self) -> Plan:
-        """Make this client's plan."""
         return self.told.plan(self.who, self.gradient).written_out(self.gradient)
 
     def remember_gradient(self, gradient: Tensor) -> None:
@@ -145,10 +130,9 @@ class ClientRound:
 
     def remember_update(self, update: Tensor, total_step_size: float) -> None:
         """Remember k_i⁺ beside the k_i that the server knows of."""
-        keepers = self.told.algorithm.keepers
 
         def put(sent: Tensor) -> None:
-            for part in keepers:
+            for part in self.told.algorithm.keepers:
                 view, last = self.told.view(part.label, self.who, self.gradient), self.order.memory.get(part.label, -1)
                 versions = {self.order.round: part.keep(view, sent, total_step_size)}
                 if last >= 0:
@@ -157,7 +141,7 @@ class ClientRound:
                 fresh = {f"{part.label}@{self._tag(index)}": to_array(vector) for index, vector in versions.items()}
                 self._context.state[_KEPT] = ArrayRecord(others | fresh)
 
-        if keepers:
+        if self.told.algorithm.keepers:
             _remember_as_sent("update", update, put)
 
 
@@ -202,7 +186,7 @@ def gradient_reply(
     own = flat.gradient.cpu()
     work.remember_gradient(own)
     size = seen if examples is None and limit is None else examples
-    return reply(message, {"gradient": own}, {"loss": total / seen, EXAMPLES: size, SEEN: seen})
+    return messages.reply(message, {"gradient": own}, {"loss": total / seen, EXAMPLES: size, SEEN: seen})
 
 
 class LocalRound:
@@ -291,9 +275,10 @@ class LocalRound:
                 raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
             total_step_size = self.lr * self._steps
         self._work.remember_update(update.cpu(), total_step_size)
-        numbers = {"loss": loss, "steps": self._steps, TOTAL_STEP_SIZE: total_step_size, EXAMPLES: examples, SEEN: seen}
-        answer = reply(self._message, {"update": update, "floats": floats, "ints": ints}, numbers)
+        numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen}
+        numbers[messages.TOTAL_STEP_SIZE] = total_step_size
+        answer = messages.reply(self._message, {"update": update, "floats": floats, "ints": ints}, numbers)
         unread = self._unread()
         if unread:
-            answer.content[CONFIG] = ConfigRecord({UNREAD: unread})
+            answer.content[messages.CONFIG] = ConfigRecord({messages.UNREAD: unread})
         return answer

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from flwr.app import Array, Message
+from flwr.app import Array, ConfigRecord, Message
 from torch import Tensor
 
 from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Participant, Score, Update
@@ -23,37 +23,13 @@ from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
 from gradalign.engines import LocalClients
 from gradalign.engines.local import InProcessEngine
+from gradalign.flower import messages
 from gradalign.flower.client import client_app
 from gradalign.flower.exchange import InProcessGrid, Patience, Roster, logger
-from gradalign.flower.messages import (
-    DIFFERS,
-    GRADIENT,
-    LOST,
-    TRAIN,
-    BadReplyError,
-    Order,
-    digest,
-    instruction,
-    metrics_of,
-    named_parts,
-    point_arrays,
-    read_gradient,
-    read_size,
-    read_update,
-    to_array,
-    unread_settings,
-)
+from gradalign.flower.messages import BadReplyError, Order, instruction, metrics_of, point_arrays, to_array
 from gradalign.server.federation import Federation
 
 _Reply = TypeVar("_Reply", Gradient, Update)
-
-
-@dataclass(frozen=True)
-class _Heard:
-    """The rounds of the last two k_i of a client that the server heard of."""
-
-    last: int = -1
-    before: int = -1
 
 
 class FlowerEngine(LocalClients):
@@ -73,9 +49,8 @@ class FlowerEngine(LocalClients):
         self._federation, self._roster = federation, roster
         self._extra, self._device = dict(train_config or {}), device
         self._gradients = GradientCache()  # this round's g_i as the server has them
-        self._phase = ""
-        self._met = False
-        self._heard: dict[int, _Heard] = {}
+        self._phase, self._met = "", False
+        self._heard: dict[int, tuple[int, int]] = {}  # the rounds of a client's last k_i and of the one before
         self._holds_point: dict[int, int] = {}
         self._differing: set[int] = set()
         self._warned: set[str] = set()
@@ -94,9 +69,9 @@ class FlowerEngine(LocalClients):
         self.failures = {**self.failures, client: reason}
         logger.warning("%s: client %d is left out: %s", self._phase, client, reason)
 
-    def _ask(self, messages: Mapping[int, Message], seconds: float) -> dict[int, Message]:
+    def _ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Message]:
         """Return the replies that come in time; the other clients are left out."""
-        answers = self.exchange.ask(messages, seconds)
+        answers = self.exchange.ask(orders, seconds)
         self._roster.doubt(answers.silent)
         for client, reason in sorted(answers.failures.items()):
             self._leave_out(client, reason)
@@ -108,25 +83,20 @@ class FlowerEngine(LocalClients):
         read: Callable[[Message, Point, int, float], _Reply],
         told: Broadcast,
         who: Iterable[Participant],
-        *,
-        weighed: bool,
     ) -> Iterator[_Reply]:
-        """Yield the replies that can be used, in the participants' order."""
-        for one in who:
-            if one.client not in replies:
-                continue
-            try:
-                weight = self._weight(one, replies[one.client], weighed=weighed)
-                yield read(replies[one.client], told.point, one.client, weight)
-            except BadReplyError as error:
-                self._leave_out(one.client, str(error))
+        """Yield the replies that can be used, in the participants' order.
 
-    def _weight(self, who: Participant, message: Message, *, weighed: bool) -> float:
-        """Return w_i: the server's, or what a client that was not asked tells with its first reply of a round."""
-        if not self._federation.by_examples or who.client in self._roster.told:
-            return who.weight
-        self._roster.sizes[who.client] = size = read_size(message)
-        return who.weight if weighed else float(size)
+        w_i is the server's, or what a client that was not asked tells with its first reply of a round: after a gradient
+        phase the weights of ḡ are those of the average.
+        """
+        for client, weight in ((one.client, one.weight) for one in who if one.client in replies):
+            try:
+                if self._federation.by_examples and client not in self._roster.told:
+                    self._roster.sizes[client] = size = messages.read_size(replies[client])
+                    weight = float(size) if told.mean is None else weight
+                yield read(replies[client], told.point, client, weight)
+            except BadReplyError as error:
+                self._leave_out(client, str(error))
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
         """Yield ∇f_i(x) of every client that answers; one that did so at this point is not asked again."""
@@ -139,12 +109,12 @@ class FlowerEngine(LocalClients):
     def _ask_gradients(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, Gradient]:
         arrays, seconds = point_arrays(told.point), self.patience.gradient_seconds
         nodes = self._begin("gradient phase", told, [one.client for one in who])
-        messages = {
-            client: instruction(GRADIENT, node, arrays, self._order(told, client), self._extra, seconds)
+        orders = {
+            client: instruction(messages.GRADIENT, node, arrays, self._order(told, client), self._extra, seconds)
             for client, node in nodes.items()
         }
         found = {}
-        for reply in self._readable(self._ask(messages, seconds), read_gradient, told, who, weighed=False):
+        for reply in self._readable(self._ask(orders, seconds), messages.read_gradient, told, who):
             (client,) = reply.clients
             self._holds_point[client] = told.round
             self._gradients.put(client, reply.vector, reply=reply)
@@ -152,7 +122,6 @@ class FlowerEngine(LocalClients):
         return found
 
     def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
-        """Yield Δ_i of every client that answers."""
         wanted = {one.client: one for one in who}
         if not wanted:
             return
@@ -161,41 +130,41 @@ class FlowerEngine(LocalClients):
         point, common, seconds = point_arrays(told.point), _common_arrays(told), self.patience.train_seconds
 
         def ask(clients: Iterable[int], *, again: bool) -> dict[int, Message]:
-            messages = {}
+            orders = {}
             for client in clients:
                 own = self._own_vectors(told, wanted[client])
                 order = self._train_order(told, wanted[client], own)
-                sent = _missing_vectors(own, order, everything=again or client in self._differing)
-                arrays = common | {name: to_array(vector) for name, vector in sent.items()}
+                arrays = dict(common)
+                for name, vector in own.items():  # those it lacks: all, or the k_i that an earlier server heard of
+                    if again or client in self._differing or (name not in order.digests and bool(vector.any())):
+                        arrays[name] = to_array(vector)
                 if again or self._holds_point.get(client) != told.round:
                     arrays |= point
-                messages[client] = instruction(TRAIN, nodes[client], arrays, order, self._extra, seconds)
-            return self._ask(messages, seconds)
+                orders[client] = instruction(messages.TRAIN, nodes[client], arrays, order, self._extra, seconds)
+            return self._ask(orders, seconds)
 
         replies = ask(nodes, again=False)
-        forgetful = [client for client, message in replies.items() if metrics_of(message).get(LOST)]
+        forgetful = [client for client, message in replies.items() if metrics_of(message).get(messages.LOST)]
         if forgetful:
-            self._differing |= {client for client in forgetful if metrics_of(replies[client]).get(DIFFERS)}
+            self._differing |= {client for client in forgetful if metrics_of(replies[client]).get(messages.DIFFERS)}
             logger.warning("clients %s lack the server's vectors of them; it sends them again", forgetful)
-            others = {client: reply for client, reply in replies.items() if client not in forgetful}
-            replies = others | ask(forgetful, again=True)
-        weighed = told.algorithm.needs_gradients  # the weights of ḡ are those of the average
-        for update in self._readable(replies, read_update, told, wanted.values(), weighed=weighed):
+            for client in forgetful:
+                del replies[client]
+            replies |= ask(forgetful, again=True)
+        for update in self._readable(replies, messages.read_update, told, wanted.values()):
             (client,) = update.clients
-            self._heard[client] = _Heard(told.round, self._last_heard(client, told.round))
-            self._warn_of_unread(client, unread_settings(replies[client]))
+            self._heard[client] = told.round, self._last_heard(client, told.round)
+            config = replies[client].content.config_records.get(messages.CONFIG, ConfigRecord())
+            unread = str(config.get(messages.UNREAD, ""))
+            if unread and unread not in self._warned:  # said once for all clients
+                self._warned.add(unread)
+                logger.warning("client %d's training loop did not look at the strategy's local: %s", client, unread)
             yield update
-
-    def _warn_of_unread(self, client: int, settings: str) -> None:
-        """Say once which settings a client's own training loop leaves aside."""
-        if settings and settings not in self._warned:
-            self._warned.add(settings)
-            logger.warning("client %d's training loop did not look at the strategy's local: %s", client, settings)
 
     def _last_heard(self, client: int, round_index: int) -> int:
         """Return the round of the k_i that the server counts on, −1 for none; a round played again does not count."""
-        heard = self._heard.get(client, _Heard())
-        return heard.last if heard.last < round_index else heard.before
+        last, before = self._heard.get(client, (-1, -1))
+        return last if last < round_index else before
 
     def _own_vectors(self, told: Broadcast, who: Participant) -> dict[str, Tensor]:
         """Return a client's g_i and k_i as the server has them, by the names they are sent under."""
@@ -206,16 +175,10 @@ class FlowerEngine(LocalClients):
         return own
 
     def _order(self, told: Broadcast, client: int) -> Order:
-        federation = self._federation
-        # lr travels by itself: a schedule is the server's affair, and a number would make a new trainer every round.
-        return Order(
-            client=client,
-            round=told.round,
-            seed=federation.seed,
-            local=replace(federation.local, lr=1.0),
-            fast=federation.fast,
-            limit=told.gradient_examples,
-        )
+        # lr is sent by itself: a schedule is the server's affair, and a number would make a new trainer every round.
+        local, seed, fast = replace(self._federation.local, lr=1.0), self._federation.seed, self._federation.fast
+        limit = told.gradient_examples
+        return Order(client=client, round=told.round, seed=seed, local=local, fast=fast, limit=limit)
 
     def _train_order(self, told: Broadcast, who: Participant, own: Mapping[str, Tensor]) -> Order:
         last = self._last_heard(who.client, told.round)
@@ -223,21 +186,21 @@ class FlowerEngine(LocalClients):
         return replace(
             self._order(told, who.client),
             lr=told.lr,
-            parts=named_parts(told.algorithm),
+            parts=tuple({"name": label} | values for label, values in told.algorithm.values().items()),
             weight=who.share,
             participants=told.participants,
             memory={part.label: last for part in told.algorithm.keepers},
-            digests={name: digest(own[name]) for name in counted_on},
+            digests={name: messages.digest(own[name]) for name in counted_on},
         )
 
     @cached_property
     def _evaluator(self) -> InProcessEngine:
-        task, local, seed = self._federation.task, self._federation.local, self._federation.seed
-        setup = Setup(task=task, local=local, seed=seed, device=self._device, fast=self._federation.fast)
-        return InProcessEngine(setup)
+        known = self._federation
+        return InProcessEngine(
+            Setup(task=known.task, local=known.local, seed=known.seed, device=self._device, fast=known.fast)
+        )
 
     def evaluate(self, point: Point) -> Score | None:
-        """Return the score on the server's test examples, None when it has none."""
         return self._evaluator.evaluate(point) if self._federation.task.test_examples is not None else None
 
 
@@ -250,23 +213,14 @@ def _common_arrays(told: Broadcast) -> dict[str, Array]:
     return {name: to_array(vector) for name, vector in vectors.items()}
 
 
-def _missing_vectors(own: Mapping[str, Tensor], order: Order, *, everything: bool) -> dict[str, Tensor]:
-    """Return the client's vectors that it does not have: all, or the k_i of one that an earlier server met."""
-    return {
-        name: vector for name, vector in own.items() if everything or (name not in order.digests and bool(vector.any()))
-    }
-
-
 class _AllHere(Roster):
     """The roster of a grid in this process, where nobody needs to be asked."""
 
     def __init__(self, grid: InProcessGrid) -> None:
-        # In one process the same clients give the same answers.
-        super().__init__(grid, Patience(retries=0))
+        super().__init__(grid, Patience(retries=0))  # asked again, the same clients would give the same answers
         self._grid = grid
 
     def locate(self, clients: Sequence[int], needed: int) -> dict[int, int]:
-        """Return the nodes of these clients."""
         return {client: self._grid.node_id(client) for client in clients}
 
 

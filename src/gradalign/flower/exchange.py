@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import count
 from typing import NamedTuple
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
@@ -74,7 +74,6 @@ class Answers(NamedTuple):
 
 
 def payload(message: Message) -> int:
-    """Return the bytes of a message's records."""
     return sum(record.count_bytes() for record in message.content.values()) if message.has_content() else 0
 
 
@@ -101,11 +100,8 @@ class Exchange:
             yield message.metadata.reply_to_message_id, message
 
     def ask(self, messages: Mapping[int, Message], seconds: float) -> Answers:
-        """Send each client its message and wait for the replies."""
         waiting: dict[str, int] = {}
-        replies: dict[int, Message] = {}
-        failures: dict[int, str] = {}
-        silent: set[int] = set()
+        replies, failures, silent = answers = Answers({}, {}, set())
         for client, message_id in zip(messages, self.push(list(messages.values())), strict=True):
             if message_id:
                 waiting[message_id] = client
@@ -116,15 +112,17 @@ class Exchange:
                 if message_id not in waiting:
                     continue
                 client = waiting.pop(message_id)
-                if message.has_error():
-                    failures[client] = f"it failed: {message.error.reason or f'error code {message.error.code}'}"
-                    silent |= {client} if message.error.code in _UNAVAILABLE else set()
-                else:
+                if not message.has_error():
                     replies[client] = message
+                    continue
+                failures[client] = f"it failed: {message.error.reason or f'error code {message.error.code}'}"
+                if message.error.code in _UNAVAILABLE:
+                    silent.add(client)
             if not waiting:
                 break
-        failures |= dict.fromkeys(waiting.values(), f"no answer within {seconds:g} s")
-        return Answers(replies, failures, silent | set(waiting.values()))
+        failures.update(dict.fromkeys(waiting.values(), f"no answer within {seconds:g} s"))
+        silent.update(waiting.values())
+        return answers
 
 
 def until(deadline: float, poll_seconds: float) -> Iterator[None]:
@@ -151,10 +149,9 @@ class Roster:
         self._client_of: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
-        self.told: set[int] = set()
-        """The clients that said their size when they were asked; the others say it in their replies."""
+        self.told: set[int] = set()  # those that said their size when asked; the others say it in their replies
         self.partitions: int | None = None
-        self.complaints: dict[int, str] = {}
+        self._complaints: dict[int, str] = {}
 
     def refresh(self) -> None:
         """Forget the nodes that left, ask the new ones, and read the answers that have come."""
@@ -192,9 +189,9 @@ class Roster:
         if not isinstance(client, int) or wrong:
             reason = message.error.reason if message.has_error() else "its app does not answer query.partition"
             reason = f"it says that it has {examples} examples, and must have at least 1" if wrong else reason
-            if self.complaints.get(node) != reason:
+            if self._complaints.get(node) != reason:
                 logger.warning("node %s cannot take part: %s", node, reason)
-            self.complaints[node] = str(reason)
+            self._complaints[node] = str(reason)
             return
         other = self._node_of.get(client)
         if other is not None and other != node:
@@ -261,13 +258,8 @@ class InProcessGrid(Grid):
     def context(self, client: int) -> Context:
         """Return a client's context, made when it is first needed."""
         if client not in self._contexts:
-            self._contexts[client] = Context(
-                run_id=self._run_id,
-                node_id=self.node_id(client),
-                node_config={PARTITION: client, PARTITIONS: self._clients},
-                state=RecordDict(),
-                run_config={},
-            )
+            config: UserConfig = {PARTITION: client, PARTITIONS: self._clients}
+            self._contexts[client] = Context(self._run_id, self.node_id(client), config, RecordDict(), run_config={})
         return self._contexts[client]
 
     def create_message(
@@ -276,7 +268,6 @@ class InProcessGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)  # only Flower's interface asks
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Have every message answered; return their ids."""
         ids = []
         for message in messages:
             message_id = f"message-{next(self._numbers)}"

@@ -27,9 +27,10 @@ from gradalign.errors import GradalignError
 
 ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
 QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
-LOST, DIFFERS = "memory-lost", "memory-differs"
-EXAMPLES, SEEN, UNREAD = "num-examples", "examples-seen", "settings-unread"
-TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"
+LOST, DIFFERS = "memory-lost", "memory-differs"  # a client lacks a vector that the server speaks of, or has another
+EXAMPLES, SEEN = "num-examples", "examples-seen"
+UNREAD = "settings-unread"  # those that a training loop of the client's own did not look at
+TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"  # the old name is read, for older clients
 PARTITION, PARTITIONS = "partition-id", "num-partitions"
 
 
@@ -49,13 +50,12 @@ class MemoryLostError(GradalignError):
 
 
 def to_array(tensor: Tensor) -> Array:
-    """Return a tensor as Flower sends it; bfloat16, which NumPy lacks, travels as its bits."""
+    """Return a tensor as Flower sends it; bfloat16, which NumPy lacks, goes as its bits."""
     plain = tensor.detach().cpu().contiguous()
     return Array((plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy())
 
 
 def to_tensor(array: Array, dtype: torch.dtype) -> Tensor:
-    """Return a received array in the precision that is expected."""
     tensor = torch.from_numpy(array.numpy())
     if dtype == torch.bfloat16 and tensor.dtype == torch.int16:
         return tensor.view(torch.bfloat16)
@@ -81,7 +81,7 @@ class Order:
     limit: int | None = None
     """How many examples the gradient phase uses."""
     parts: tuple[Mapping[str, Any], ...] = ()
-    """The algorithm's parts with this round's values, for training."""
+    """The algorithm's parts by name, with this round's values, for training."""
     weight: float = 1.0
     participants: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -95,17 +95,11 @@ class Order:
 
     @classmethod
     def of(cls, message: Message) -> Order:
-        """Read the order from a message."""
         try:
             plain = json.loads(str(message.content.config_records[CONFIG][ORDER]))
             return cls(**plain | {"local": LocalTraining(**plain["local"])})
         except (KeyError, TypeError, ValueError) as error:
             raise GradalignError(f"this message is not from a gradalign server: {error}") from None
-
-
-def named_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
-    """Return an algorithm whose schedules are resolved as plain values."""
-    return tuple({"name": label} | values for label, values in algorithm.values().items())
 
 
 def algorithm_of(order: Order, more: Iterable[type[Algorithm]]) -> Combination:
@@ -131,7 +125,6 @@ def point_arrays(point: Point) -> dict[str, Array]:
 def instruction(
     kind: str, node: int, arrays: Mapping[str, Array], order: Order, extra: Mapping[str, Any], ttl: float
 ) -> Message:
-    """Return the message that carries an order to a node."""
     config = ConfigRecord({**extra, ORDER: order.encode()})
     content = RecordDict({ARRAYS: ArrayRecord(dict(arrays)), CONFIG: config})
     return Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(order.round + 1))
@@ -159,11 +152,6 @@ def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str,
     return Message(RecordDict({ARRAYS: ArrayRecord(arrays), METRICS: MetricRecord(numbers)}), reply_to=message)
 
 
-def lost_memory_reply(message: Message, *, differs: bool) -> Message:
-    """Return the reply of a client that does not have a vector the server speaks of, or has another one."""
-    return Message(RecordDict({METRICS: MetricRecord({LOST: 1, DIFFERS: int(differs)})}), reply_to=message)
-
-
 def metrics_of(message: Message) -> MetricRecord:
     """Return a message's numbers; an error has none."""
     return message.content.metric_records.get(METRICS, MetricRecord()) if message.has_content() else MetricRecord()
@@ -179,9 +167,9 @@ def _number(record: MetricRecord, name: str) -> float:
 
 
 def _replied_vector(arrays: ArrayRecord, name: str, like: Tensor) -> Tensor:
-    if name not in arrays and not like.numel():
-        return like
     if name not in arrays:
+        if not like.numel():
+            return like
         raise BadReplyError(f"its reply has no array called {name}")
     try:
         found = to_tensor(arrays[name], like.dtype)
@@ -201,23 +189,18 @@ def _records(message: Message) -> tuple[ArrayRecord, MetricRecord]:
     return content.array_records[ARRAYS], content.metric_records[METRICS]
 
 
+def _of_one(client: int, weight: float, metrics: MetricRecord) -> dict[str, Any]:
+    """Return what a Gradient and an Update have in common; without a number of examples seen, they are the client's."""
+    loss, seen = _number(metrics, "loss"), _number(metrics, SEEN if SEEN in metrics else EXAMPLES)
+    return {"clients": (client,), "weights": (weight,), "factor": weight, "losses": (loss,), "examples": int(seen)}
+
+
 def read_gradient(message: Message, point: Point, client: int, weight: float) -> Gradient:
     """Return g_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
-    return Gradient(
-        clients=(client,),
-        weights=(weight,),
-        vector=_replied_vector(arrays, "gradient", point.x),
-        factor=weight,
-        losses=(_number(metrics, "loss"),),
-        accuracies=(_number(metrics, "accuracy") if "accuracy" in metrics else None,),
-        examples=_seen(metrics),
-    )
-
-
-def _seen(metrics: MetricRecord) -> int:
-    """Return how many examples a phase went through: the client's own number where the reply says no more."""
-    return int(_number(metrics, SEEN if SEEN in metrics else EXAMPLES))
+    vector = _replied_vector(arrays, "gradient", point.x)
+    accuracy = _number(metrics, "accuracy") if "accuracy" in metrics else None
+    return Gradient(vector=vector, accuracies=(accuracy,), **_of_one(client, weight, metrics))
 
 
 def read_size(message: Message) -> int:
@@ -233,25 +216,15 @@ def read_size(message: Message) -> int:
     return int(size)
 
 
-def unread_settings(message: Message) -> str:
-    """Return the settings that a training loop of the client's own did not look at, "" for none."""
-    record = message.content.config_records.get(CONFIG)
-    return str(record[UNREAD]) if record is not None and UNREAD in record else ""
-
-
 def read_update(message: Message, point: Point, client: int, weight: float) -> Update:
     """Return Δ_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
     total = OLD_TOTAL_STEP_SIZE if OLD_TOTAL_STEP_SIZE in metrics else TOTAL_STEP_SIZE
     return Update(
-        clients=(client,),
-        weights=(weight,),
         vector=_replied_vector(arrays, "update", point.x),
-        factor=weight,
         floats=_replied_vector(arrays, "floats", point.floats),
         ints=_replied_vector(arrays, "ints", point.ints),
-        losses=(_number(metrics, "loss"),),
+        **_of_one(client, weight, metrics),
         steps=(int(_number(metrics, "steps")),),
-        examples=_seen(metrics),
         total_step_sizes=(_number(metrics, total),),
     )

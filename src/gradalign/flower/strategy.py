@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ class _RemoteExamples(Examples):
         return self._size
 
     def batch(self, index: Tensor) -> Any:
-        """Refuse: the examples are at the client."""
         raise GradalignError("the client's examples are on its own node, not on the server")
 
 
@@ -110,9 +110,16 @@ class AlignedStrategy:
         self.local = local or LocalTraining()
         self.patience = patience or Patience()
         self.measure = measure or Measure(train_every=0)
-        self._clients, self._per_round, self._weights = clients, clients_per_round, weights
-        self._min_fraction, self._seed, self._device, self._fast = min_fraction, seed, check_device(device), fast
-        self._train_config = dict(train_config or {})
+        self._clients, self._device, self._train_config = clients, check_device(device), dict(train_config or {})
+        self._make_federation = partial(
+            make_federation,
+            per_round=clients_per_round,
+            weights=weights,
+            dropout=0.0,
+            seed=seed,
+            fast=fast,
+            min_fraction=min_fraction,
+        )
         self._where = RunOptions(out=out, resume=True, checkpoint_seconds=checkpoint_seconds, progress=False)
 
     def federation(self, roster: Roster, rounds: int | None = None) -> Federation:
@@ -126,18 +133,7 @@ class AlignedStrategy:
                 )
             total = roster.partitions or 1
         task = replace(self.task, clients=RemoteClients(total, roster.sizes))
-        return make_federation(
-            task,
-            self.algorithm,
-            self.local,
-            per_round=self._per_round,
-            weights=self._weights,
-            dropout=0.0,
-            seed=self._seed,
-            fast=self._fast,
-            min_fraction=self._min_fraction,
-            rounds=rounds,
-        )
+        return self._make_federation(task, self.algorithm, self.local, rounds=rounds)
 
     def start(self, grid: Grid, num_rounds: int = 3) -> Result:
         """Run all rounds, or those that the run folder leaves to do, and return the history and the model."""
@@ -146,9 +142,10 @@ class AlignedStrategy:
         roster = Roster(grid, self.patience)
         federation = self.federation(roster, num_rounds)
         engine = FlowerEngine(federation, roster, train_config=self._train_config, device=self._device)
-        if self._weights == "examples":
-            roster.locate(range(len(federation.task.clients)), len(federation.task.clients))
-        logger.info("%s on %d clients, %d rounds", self.algorithm.label, len(federation.task.clients), num_rounds)
+        total = len(federation.task.clients)
+        if federation.by_examples:
+            roster.locate(range(total), total)
+        logger.info("%s on %d clients, %d rounds", self.algorithm.label, total, num_rounds)
         spec = {"rounds": num_rounds, **describe(federation, self.measure)}
         return conduct(federation, lambda: engine, spec, num_rounds, self.measure, self._where, _log_row)
 
@@ -157,11 +154,6 @@ def _log_row(row: Row) -> None:
     if row["sampled"] is None:
         return
     tested = "" if row["test_accuracy"] is None else f", test accuracy {row['test_accuracy']:.2%}"
-    logger.info(
-        "round %d: %d of %d clients reported, local loss %.4g%s",
-        row["round"],
-        row["reported"],
-        row["sampled"],
-        row["local_loss"] if row["local_loss"] is not None else float("nan"),
-        tested,
-    )
+    loss = math.nan if row["local_loss"] is None else row["local_loss"]
+    reported = f"{row['reported']} of {row['sampled']} clients reported"
+    logger.info("round %d: %s, local loss %.4g%s", row["round"], reported, loss, tested)

@@ -1,34 +1,23 @@
-"""GradAlign's step when the parts come with a closure: who is computed when, and what is stored meanwhile.
+"""GradAlign's step when the parts come with a closure: what is computed when, and what is stored meanwhile.
 
-Each way leaves the step's gradient in ``.grad`` and returns the mean loss at x. Whatever the closure raises, the
+Each way leaves the step's gradient in ``.grad`` and the mean loss at x in ``loss``. Whatever the closure raises, the
 parameters, buffers and random generators are put back first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import (
-    Gradients,
-    Ranks,
-    all_finite,
-    displaced_points,
-    put_gradients,
-    put_values,
-    swap,
-    take_gradients,
-)
-from gradalign.optim.two_passes import FrozenBuffers, RandomState, TwoPasses, random_state, set_random_state
-from gradalign.optim.wrapper import DdpWatch
+from gradalign.optim.ranks import Gradients, all_finite, displaced, put_gradients, take_gradients
+from gradalign.optim.two_passes import RandomState, TwoPasses, random_state
+from gradalign.optim.wrapper import OptimizerWrapper
 
 
 def _refuse_averaging() -> NoReturn:
@@ -38,37 +27,19 @@ def _refuse_averaging() -> NoReturn:
     )
 
 
-@contextmanager
-def _scaled_gradients(parameters: Sequence[nn.Parameter], factor: float) -> Iterator[None]:
-    """Multiply what arrives in ``.grad``, before anybody (DistributedDataParallel) sees it."""
-    handles = [] if factor == 1.0 else [p.register_hook(lambda g: g * factor) for p in parameters]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@dataclass
 class ClosureStep:
-    """One step on given parts."""
+    """One step of a wrapper on given parts, each the arguments of the closure."""
 
-    closure: Callable[..., Any]
-    parts: Sequence[tuple[Any, ...]]
-    weights: list[float]
-    parameters: list[nn.Parameter]
-    ranks: Ranks
-    buffers: FrozenBuffers
-    same_randomness: bool
-    model: DistributedDataParallel | None
-    overlap: bool
-    watch: DdpWatch
-
-    def __post_init__(self) -> None:
-        self.passes = TwoPasses(self.parameters, self.buffers)
-        self.weight = self.all_weight = sum(self.weights)
+    def __init__(
+        self, wrapper: OptimizerWrapper, closure: Callable[..., Any], parts: list[tuple[Any, ...]], weights: list[float]
+    ) -> None:
+        self.closure, self.parts, self.weights = closure, parts, weights
+        self.parameters, self.overlap = wrapper.trained_parameters(), wrapper.overlap
+        self.ranks, self.watch, self.model = wrapper._ranks, wrapper._watch, wrapper._parallel
+        self.passes = TwoPasses(self.parameters, wrapper._buffers, wrapper.same_randomness)
+        self.weight = self.all_weight = sum(weights)
         # loss / n and not loss · (1/n): the bits of the usual loop that accumulates gradients.
-        self.divisors = [self.weight / w for w in self.weights]
+        self.divisors = [self.weight / w for w in weights]
         self.loss: Tensor | None = None
         take_gradients(self.parameters)
 
@@ -102,7 +73,7 @@ class ClosureStep:
         return before
 
     def _reduce(self, gradients: Gradients, *, with_loss: bool) -> Gradients:
-        """Return the mean over the ranks; the loss travels along with the first one of a step."""
+        """Return the mean over the ranks; the loss goes along with the first one of a step."""
         loss = self.loss if with_loss else None
         means, loss, self.all_weight = self.ranks.mean(self.parameters, gradients, self.weight, loss)
         self.loss = loss if with_loss else self.loss
@@ -116,21 +87,26 @@ class ClosureStep:
             self.loss = torch.full_like(self.loss, losses / self.all_weight)
         return losts > 0.0
 
-    def _weighted_for_ddp(self) -> AbstractContextManager[Any]:
-        """Weigh this rank's gradients before DistributedDataParallel takes the plain mean of all ranks'."""
-        if not self.overlap:
-            return nullcontext()
-        return _scaled_gradients(self.parameters, self.weight * self.ranks.size / self.all_weight)
+    @contextmanager
+    def _weighted_for_ddp(self) -> Iterator[None]:
+        """With overlap, weigh what arrives in ``.grad`` before DDP takes the plain mean of all ranks'."""
+        factor = self.weight * self.ranks.size / self.all_weight if self.overlap else 1.0
+        handles = [] if factor == 1.0 else [p.register_hook(lambda g: g * factor) for p in self.parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _finish(self, *, with_loss: bool) -> None:
-        """Replace this rank's gradient in ``.grad`` by the mean over all ranks."""
         if self.ranks.size == 1 or (self.overlap and self.watch.averages):
             return
         own = take_gradients(self.parameters)
         if self.overlap:  # step() was called inside no_sync(), or the closure goes past DDP; the weights are in already
-            put_gradients(self.parameters, self.ranks.mean(self.parameters, own, 1.0, None).gradients)
+            own = self.ranks.mean(self.parameters, own, 1.0, None)[0]
         else:
-            put_gradients(self.parameters, self._reduce(own, with_loss=with_loss))
+            own = self._reduce(own, with_loss=with_loss)
+        put_gradients(self.parameters, own)
 
     def plain(self) -> None:
         """Fill ``.grad`` with the mean gradient at x: one pass, as in a loop that accumulates gradients."""
@@ -155,14 +131,12 @@ class ClosureStep:
             return
         passes.aim(beta, mean)
         del mean  # its memory now holds x
-        try:
+        with passes.second_passes():
             for i in range(len(self.parts)):
-                passes.visit(self.same_randomness)
+                passes.visit()
                 with self._weighted_for_ddp():
                     self._run(i, 1.0, synchronised=self.overlap)
                 passes.gather()
-        finally:
-            passes.go_home(self.same_randomness)
         put_gradients(self.parameters, passes.total)
         self._finish(with_loss=False)
 
@@ -173,9 +147,9 @@ class ClosureStep:
         if not all_finite(mean):
             put_gradients(self.parameters, mean)
             return
-        with self._second_passes():
+        with self.passes.second_passes():
             for i, state in enumerate(states):
-                self._set_random(state)
+                self.passes.set_random(state)
                 # Its memory is x by the time that the next part's gradient comes, so it gets no name here.
                 self._add_displaced(i, mean, self._apart(partial(self._run, i, 1.0)), beta, state)
         self._finish(with_loss=False)
@@ -191,7 +165,7 @@ class ClosureStep:
                 nonfinite = self._tell(lost=nonfinite)
             if nonfinite:
                 break
-            with self._second_passes():
+            with self.passes.second_passes():
                 self._add_displaced(i, mean, own, beta, before)
             del own
         if nonfinite:  # the other ranks do not know: NaN in the mean tells them
@@ -206,28 +180,8 @@ class ClosureStep:
         put_gradients(self.parameters, so_far)  # by its only name: with a second one backward would copy, not add
         return own
 
-    @contextmanager
-    def _second_passes(self) -> Iterator[None]:
-        """Put the buffers and the generators back afterwards."""
-        after = random_state(self.passes.device)
-        self.buffers.start()
-        try:
-            yield
-        finally:
-            self.buffers.stop()
-            self._set_random(after)
-
     def _add_displaced(self, index: int, mean: Gradients, own: Gradients, beta: float, random: RandomState) -> None:
         """Add one part's gradient at its displaced point to ``.grad``; the memory of ``own`` is used up."""
-        points = displaced_points(self.parameters, mean, own, beta)
-        swap(self.parameters, points)
-        try:
-            self._set_random(random)
-            with self._weighted_for_ddp():
-                self._run(index, self.divisors[index], synchronised=self.overlap)
-        finally:
-            put_values(self.parameters, points)
-
-    def _set_random(self, state: RandomState) -> None:
-        if self.same_randomness:
-            set_random_state(self.passes.device, state)
+        with displaced(self.parameters, mean, own, beta), self._weighted_for_ddp():
+            self.passes.set_random(random)
+            self._run(index, self.divisors[index], synchronised=self.overlap)

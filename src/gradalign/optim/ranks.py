@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +24,13 @@ Gradients = list[Tensor | None]
 
 
 def forget_derived_values() -> None:
-    """Drop what torch derived from the parameters and remembers: forwards would go on with the old point's values.
-
-    Inside ``torch.autocast`` these are the weights' 16-bit copies, inside ``parametrize.cached()`` the weights that
-    parametrizations gave.
-    """
-    torch.clear_autocast_cache()
+    """Drop what torch derived from the parameters and remembers: forwards would go on with the old point's values."""
+    torch.clear_autocast_cache()  # the weights' 16-bit copies
     cached: dict[tuple[int, str], Tensor | None] = getattr(parametrize, "_cache", {})
-    cached.clear()
+    cached.clear()  # inside parametrize.cached(): the weights that parametrizations gave
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
-    """Take the gradients away from the parameters."""
     for p in parameters:
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise GradalignError(
@@ -47,18 +43,17 @@ def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
 
 
 def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-    """Make these the parameters' gradients."""
     for p, g in zip(parameters, gradients, strict=True):
         p.grad = g
 
 
-def add_gradients(total: Gradients, more: Gradients, share: float) -> Gradients:
-    """Return total + share · more; the memory of both is used up."""
-    for j, g in enumerate(more):
-        if g is not None:
-            so_far = total[j]
-            total[j] = g.mul_(share) if so_far is None else so_far.add_(g, alpha=share)
-    return total
+def add_gradients(total: Gradients, more: Gradients, share: float, *, in_place: bool) -> None:
+    """Add share · more to the total; ``in_place`` uses up the memory of ``more`` where the total has none yet."""
+    for j, (so_far, g) in enumerate(zip(total, more, strict=True)):
+        if so_far is not None and g is not None:
+            so_far.add_(g, alpha=share)
+        elif g is not None:
+            total[j] = g.mul_(share) if in_place else g * share
 
 
 def all_finite(gradients: Gradients) -> bool:
@@ -69,7 +64,6 @@ def all_finite(gradients: Gradients) -> bool:
 
 @torch.no_grad()
 def put_values(parameters: Sequence[nn.Parameter], values: Gradients) -> None:
-    """Overwrite the parameters, where there is a value."""
     for p, value in zip(parameters, values, strict=True):
         if value is not None:
             p.copy_(value)
@@ -77,36 +71,25 @@ def put_values(parameters: Sequence[nn.Parameter], values: Gradients) -> None:
 
 
 @torch.no_grad()
-def displaced_points(parameters: Sequence[nn.Parameter], mean: Gradients, own: Gradients, beta: float) -> Gradients:
-    """Turn g_i into x − β(ḡ − g_i) in place; None where a parameter stays at x."""
-    points: Gradients = []
-    for p, m, g in zip(parameters, mean, own, strict=True):
-        if m is None:
-            points.append(None)
-        elif g is None:
-            points.append(torch.sub(p, m, alpha=beta))
-        else:
-            points.append(torch.add(p, g.sub_(m), alpha=beta, out=g))
-    return points
+def _displace(p: nn.Parameter, mean: Tensor | None, own: Tensor | None, beta: float) -> Tensor | None:
+    """Move a parameter to x − β(ḡ − g_i) and return x in the memory of g_i; None where it stays at x."""
+    if mean is None:
+        return None
+    point = torch.sub(p, mean, alpha=beta) if own is None else torch.add(p, own.sub_(mean), alpha=beta, out=own)
+    x = p.detach().clone()
+    p.copy_(point)
+    return point.copy_(x)
 
 
-@torch.no_grad()
-def swap(parameters: Sequence[nn.Parameter], points: Gradients) -> None:
-    """Exchange the parameters' values with these, exactly, through one parameter-sized piece of memory at a time."""
-    for p, point in zip(parameters, points, strict=True):
-        if point is not None:
-            before = p.detach().clone()
-            p.copy_(point)
-            point.copy_(before)
+@contextmanager
+def displaced(parameters: Sequence[nn.Parameter], mean: Gradients, own: Gradients, beta: float) -> Iterator[None]:
+    """Be at x − β(ḡ − g_i) in this block, and back at x, to the bit, after it; the memory of ``own`` is used up."""
+    home = [_displace(p, m, g, beta) for p, m, g in zip(parameters, mean, own, strict=True)]
     forget_derived_values()
-
-
-class Mean(NamedTuple):
-    """A weighted mean over all ranks, and the sum of their weights."""
-
-    gradients: Gradients
-    loss: Tensor | None
-    weight: float
+    try:
+        yield
+    finally:
+        put_values(parameters, home)
 
 
 class Ranks:
@@ -127,7 +110,6 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group as it is now."""
         if dist.is_available() and dist.is_initialized():
             return self._group if self._group is not None else dist.group.WORLD
         if self._group is not None:
@@ -136,25 +118,23 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """The number of ranks now."""
-        group = self.group
-        return 1 if group is None else dist.get_world_size(group)
+        return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def met(self) -> bool:
         """Whether these ranks have shared parameters before."""
         return self._met is not None and self._met() is self.group
 
-    def unshared(self, parameters: int) -> int:
-        """Return how many of so many parameters, the last ones, these ranks have not shared yet."""
-        return 0 if self.size == 1 else parameters - (self._shared if self.met else 0)
+    def unshared(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """Return those parameters, the last ones, that these ranks have not shared yet."""
+        return () if self.size == 1 else parameters[self._shared if self.met else 0 :]
 
-    def share(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> bool:
+    @torch.no_grad()
+    def share(self, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> bool:
         """Take the first rank's values for what was not shared yet; return whether any changed here."""
-        group = self.group
-        if group is None or self.size == 1:
+        new, group = self.unshared(parameters), self.group
+        if group is None:
             return False
-        new = parameters[len(parameters) - self.unshared(len(parameters)) :]
         self._met, self._shared = weakref.ref(group), len(parameters)
         changed = False
         for tensor in (*new, *buffers):
@@ -162,37 +142,33 @@ class Ranks:
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
             dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
             changed = changed or not torch.equal(sent, tensor)
-            with torch.no_grad():
-                tensor.copy_(sent)
+            tensor.copy_(sent)
         return changed
 
     def share_object(self, value: Any) -> Any:
-        """Return the first rank's value."""
-        group = self.group
-        if group is None or self.size == 1:
-            return value
         sent = [value]
-        dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group=group)
+        if self.group is not None:
+            dist.broadcast_object_list(sent, dist.get_global_rank(self.group, 0), group=self.group)
         return sent[0]
 
     def sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """Return the sums over all ranks of a few numbers, from a small all-reduce."""
         if self.size == 1:
             return list(numbers)
         flat = torch.tensor(numbers, dtype=torch.float64, device=device)
         dist.all_reduce(flat, group=self.group)
         return list(flat.tolist())
 
+    @torch.no_grad()
     def mean(
         self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float, loss: Tensor | None
-    ) -> Mean:
-        """Return the ranks' weighted mean of gradients and loss, from a single all-reduce.
+    ) -> tuple[Gradients, Tensor | None, float]:
+        """Return the ranks' weighted mean of gradients and loss, and the sum of weights, from a single all-reduce.
 
         The flat vector carries, behind the gradients, one mark per parameter (does any rank have a gradient for it?),
         the loss and the weight, so that nothing else need be sent. All ranks receive the same bits.
         """
         if self.size == 1:
-            return Mean(gradients, loss, weight)
+            return gradients, loss, weight
         # At least float32: a weight of thousands times a gradient would leave float16's range.
         kind = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
         device = parameters[0].device
@@ -212,18 +188,16 @@ class Ranks:
         total = float(flat[-1])
         flat.div_(flat[-1].clone())
         marks = flat[-len(tail) : -2].tolist()
-        means: Gradients = []
-        offset = 0
-        for p, mark in zip(parameters, marks, strict=True):
-            piece = flat[offset : offset + p.numel()].view(p.shape)
-            # A mark that is not a number means a weight that is not: the gradient stays so that it shows.
-            means.append(None if mark == 0.0 else piece.to(p.dtype))
-            offset += p.numel()
-        return Mean(means, None if loss is None else flat[-2].clone(), total)
+        cut = flat[: -len(tail)].split([p.numel() for p in parameters])
+        # A mark that is not a number means a weight that is not: the gradient stays so that it shows.
+        means: Gradients = [
+            None if mark == 0.0 else piece.view(p.shape).to(p.dtype)
+            for p, piece, mark in zip(parameters, cut, marks, strict=True)
+        ]
+        return means, None if loss is None else flat[-2].clone(), total
 
 
 def positive_weight(weight: Any, what: str) -> float:
-    """Return a weight as a float, or say that it is none."""
     try:
         number = float(weight)
     except (TypeError, ValueError):

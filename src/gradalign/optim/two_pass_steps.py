@@ -1,4 +1,4 @@
-"""The two verbs: ``displace()`` after the first backward, ``step()`` after the second, in a loop of the user's own."""
+"""The loop of two passes: ``displace()`` after the first backward, ``step()`` after the second, both the user's own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TwoPassSteps(OptimizerWrapper):
         For several parts in one process, and for a weight; a single part is collected by ``displace``.
         """
         weight = positive_weight(weight, "the weight of a part")
-        if self._finite is not None or (self._passes is not None and (self._passes.displaced or self._passes.staying)):
+        if self._finite is not None or (self._passes is not None and self._passes.second):
             raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
         if self._watch.averages and self._ranks.size > 1:
             self._give_up(
@@ -52,7 +52,7 @@ class TwoPassSteps(OptimizerWrapper):
     def _collect(self, weight: float) -> TwoPasses:
         if self._passes is None:
             self._meet_ranks(after_a_pass=True)
-            self._passes = TwoPasses(self.trained_parameters(), self._buffers)
+            self._passes = TwoPasses(self.trained_parameters(), self._buffers, self.same_randomness)
         self._passes.collect(weight, self._random or random_state(self._passes.device))
         self._mark_random()
         return self._passes
@@ -90,12 +90,12 @@ class TwoPassSteps(OptimizerWrapper):
     def _begin(self, passes: TwoPasses, scale: float) -> bool:
         """Find ḡ and go to the first displaced point, or stay when this step has none."""
         if not self.aligning or self._alone(len(passes.parts)):
-            return self._stay(passes, self._mean(passes.parameters, passes.local_mean(), passes.weight), scale)
+            return self._stay(passes, self._first_mean(passes), scale)
         if self.overlap and len(passes.parts) > 1:
             self._give_up("overlap=True takes one part on every rank")
         mean = self._take_previous(passes.parameters)
         if mean is None:
-            mean = self._mean(passes.parameters, passes.local_mean(), passes.weight)
+            mean = self._first_mean(passes)
             lost = not all_finite(mean)
         else:
             lost = not all(all_finite(part.vectors) for part in passes.parts)
@@ -110,6 +110,7 @@ class TwoPassSteps(OptimizerWrapper):
             return self._stay(passes, mean, scale)
         self._warn_of_equal_ranks(passes, mean)
         passes.aim(self.beta_now, mean)
+        passes.leave()
         self._watch.stop()
         if self._ranks.size > 1 and not self.overlap:
             self._watch.refuse_averaging(passes.parameters, self._refuse_averaging)
@@ -123,9 +124,11 @@ class TwoPassSteps(OptimizerWrapper):
         )
 
     def _mean(self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float) -> Gradients:
-        """Return the mean over the ranks, and remember the sum of their weights."""
         means, _, self._all_weight = self._ranks.mean(parameters, gradients, weight, None)
         return means
+
+    def _first_mean(self, passes: TwoPasses) -> Gradients:
+        return self._mean(passes.parameters, passes.local_mean(), passes.weight)
 
     def _stay(self, passes: TwoPasses, gradients: Gradients, scale: float) -> bool:
         """Put the step's gradient, scaled as the user's own would be, into ``.grad`` for the rest of the step."""
@@ -137,15 +140,13 @@ class TwoPassSteps(OptimizerWrapper):
 
     def _visit(self, passes: TwoPasses) -> None:
         """Go to the next part's point; the last part's backward then completes the step's gradient in ``.grad``."""
-        passes.visit(self.same_randomness)
+        passes.visit()
         if passes.visited == len(passes.parts):
             # DDP takes the plain mean over ranks: what it averages is weighted before.
             whole = self._all_weight / self._ranks.size if self.overlap else passes.weight
-            share = passes.parts[-1].weight / whole
-            self._pending = LastPart(passes.parameters, passes.total, share)
+            self._pending = LastPart(passes.parameters, passes.total, passes.parts[-1].weight / whole)
 
     def _unscale_first_pass(self, passes: TwoPasses, scaler: GradScaler | None) -> float:
-        """Undo the scale of the gradients at x, and return it."""
         self._scaled = scaler is not None and scaler.is_enabled()
         if scaler is None or not self._scaled:
             return 1.0
@@ -172,7 +173,7 @@ class TwoPassSteps(OptimizerWrapper):
         if self._pending is not None:
             self._pending.close()
         if self._passes is not None:
-            self._passes.go_home(self.same_randomness)
+            self._passes.go_home()
             put_gradients(self._passes.parameters, [None] * len(self._passes.parameters))
         self._end_of_step()
 
@@ -186,11 +187,10 @@ class TwoPassSteps(OptimizerWrapper):
 
     def _finish(self) -> None:
         """End the passes: back to x, and the step's gradient in ``.grad``."""
-        passes = self._passes
-        if passes is not None and (passes.displaced or passes.staying):
-            self._end_second_pass(passes)
+        if self._passes is not None and self._passes.second:
+            self._end_second_pass(self._passes)
         else:
-            self._end_first_pass(passes)
+            self._end_first_pass(self._passes)
         self._ready()
 
     def _end_first_pass(self, passes: TwoPasses | None) -> None:
@@ -204,7 +204,7 @@ class TwoPassSteps(OptimizerWrapper):
         if passes is not None:
             take_gradients(parameters)
             self._refuse_unknown_scale()
-            put_gradients(parameters, self._mean(passes.parameters, passes.local_mean(), passes.weight))
+            put_gradients(parameters, self._first_mean(passes))
             return
         self._meet_ranks(after_a_pass=True)
         self._unscale()
@@ -222,7 +222,7 @@ class TwoPassSteps(OptimizerWrapper):
         pending.finish()
         self._refuse_unknown_scale()
         self._unscale()
-        passes.go_home(self.same_randomness)
+        passes.go_home()
         own = self._ranks.size > 1 and (passes.nonfinite or not (passes.staying or (self.overlap and averaged)))
         if own:  # it is this rank's own mean so far
             if self.overlap:
@@ -254,7 +254,6 @@ class TwoPassSteps(OptimizerWrapper):
                     p.grad.div_(scale.to(p.grad.device))
 
     def _ready(self) -> None:
-        """Look at the gradient that the step will be taken with."""
         parameters = self.trained_parameters()
         self._finite = all_finite([p.grad for p in parameters])
         if self.reuse:

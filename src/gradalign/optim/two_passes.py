@@ -9,7 +9,8 @@ distances from ḡ in place, and ḡ's memory becomes the copy of x that is put 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,14 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import (
-    Gradients,
-    add_gradients,
-    forget_derived_values,
-    put_gradients,
-    put_values,
-    take_gradients,
-)
+from gradalign.optim.ranks import Gradients, add_gradients, forget_derived_values, put_values, take_gradients
 
 RandomState = tuple[Tensor, Tensor | None]
 
@@ -35,18 +29,11 @@ def random_state(device: torch.device) -> RandomState:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def set_random_state(device: torch.device, state: RandomState) -> None:
-    """Put torch's generators back into a state."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-
-
 class FrozenBuffers:
     """Holds batch-norm statistics and all other buffers still during the second passes.
 
-    With a model its buffers are copied at the start. Without one, every module in training mode that is called is
-    noted by a hook just before its forward; this sees all modules that run eagerly.
+    With a model its buffers are copied at the start. Without one, a hook notes every module in training mode just
+    before its forward; this sees all modules that run eagerly.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -59,23 +46,19 @@ class FrozenBuffers:
             if (id(module), name) not in self._saved:
                 self._saved[id(module), name] = (module, name, buffer, buffer.detach().clone())
 
-    def _save_trained(self, module: nn.Module, _: object) -> None:
-        if module.training:
-            self._save(module)
-
     def start(self) -> None:
-        """Begin to watch."""
         if self._hook is not None or self._saved:
             return
         if self._model is None:
-            self._hook = nn.modules.module.register_module_forward_pre_hook(self._save_trained)
+            self._hook = nn.modules.module.register_module_forward_pre_hook(
+                lambda module, _: self._save(module) if module.training else None
+            )
         else:
             for module in self._model.modules():
                 self._save(module)
 
     @torch.no_grad()
     def stop(self) -> None:
-        """Put every buffer back as it was."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -97,7 +80,7 @@ class Part:
 class TwoPasses:
     """The working memory of one step: parts are collected, then visited at their displaced points in the same order."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], buffers: FrozenBuffers) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], buffers: FrozenBuffers, same_randomness: bool) -> None:
         if not parameters:
             raise GradalignError("no parameter of the optimizer requires a gradient")
         devices = {p.device for p in parameters}
@@ -107,20 +90,15 @@ class TwoPasses:
         self.parameters, self.device = parameters, parameters[0].device
         self.parts: list[Part] = []
         self.visited = 0
-        self.staying = False
-        """This step is a plain one: second passes are made at x, if at all, and count for nothing."""
-        self.nonfinite = False
-        """This rank's gradient is not finite and the other ranks do not know it yet."""
-        self.total: Gradients = [None] * len(parameters)
-        """The sum of what was gathered, each times its share."""
-        self._buffers = buffers
+        self.staying = False  # whether this is a plain step: second passes are made at x, if at all, and add nothing
+        self.nonfinite = False  # whether this rank's gradient is not finite and the other ranks do not know it yet
+        self.total: Gradients = [None] * len(parameters)  # of what was gathered, each times its share
+        self._buffers, self._same_randomness, self._beta = buffers, same_randomness, 0.0
         self._home: Gradients | None = None
-        self._beta = 0.0
         self._after: RandomState | None = None
 
     @property
     def weight(self) -> float:
-        """The sum of the parts' weights."""
         return sum(part.weight for part in self.parts)
 
     @property
@@ -128,19 +106,19 @@ class TwoPasses:
         """Whether the parameters are away from x."""
         return self._home is not None
 
+    @property
+    def second(self) -> bool:
+        """Whether the first passes are over."""
+        return self.displaced or self.staying
+
     def collect(self, weight: float, random: RandomState) -> None:
-        """Take what lies in ``.grad`` as the next part's gradient at x."""
         self.parts.append(Part(take_gradients(self.parameters), weight, random))
 
     def local_mean(self) -> Gradients:
         """Return the weighted mean of this process's parts as new tensors."""
         mean: Gradients = [None] * len(self.parameters)
         for part in self.parts:
-            share = part.weight / self.weight
-            for j, g in enumerate(part.vectors):
-                so_far = mean[j]
-                if g is not None:
-                    mean[j] = g * share if so_far is None else so_far.add_(g, alpha=share)
+            add_gradients(mean, part.vectors, part.weight / self.weight, in_place=False)
         return mean
 
     @torch.no_grad()
@@ -155,47 +133,58 @@ class TwoPasses:
         self._home, self._beta = mean, beta
 
     def stay(self) -> None:
-        """Let second passes come and go without a trace."""
+        """Make this a plain step."""
         self.staying = True
         for part in self.parts:
             part.vectors = []
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Begin the second passes: from here on buffers and generators are put back by ``go_home``."""
         self._after = random_state(self.device)
         self._buffers.start()
 
+    @contextmanager
+    def second_passes(self) -> Iterator[None]:
+        self.leave()
+        try:
+            yield
+        finally:
+            self.go_home()
+
+    def set_random(self, state: RandomState | None) -> None:
+        if state is not None and self._same_randomness:
+            torch.set_rng_state(state[0])
+            if state[1] is not None:
+                torch.cuda.set_rng_state(state[1], self.device)
+
     @torch.no_grad()
-    def visit(self, same_randomness: bool) -> None:
+    def visit(self) -> None:
         """Go to the next part's displaced point x + β(g_i − ḡ), with the random numbers of its first pass."""
         part = self.parts[self.visited]
-        if self.visited == 0:
-            self._leave()
         self.visited += 1
         for p, x, distance in zip(self.parameters, self._home or (), part.vectors, strict=True):
             if x is not None and distance is not None:
                 torch.add(x, distance, alpha=self._beta, out=p)  # one walk through memory
         forget_derived_values()
         part.vectors = []
-        if same_randomness:
-            set_random_state(self.device, part.random)
+        self.set_random(part.random)
 
     def gather(self) -> bool:
         """Add the gradient of the point just visited to the total; return whether there was one."""
         if self.visited == 0 or all(p.grad is None for p in self.parameters):
             return False
         share = self.parts[self.visited - 1].weight / self.weight
-        self.total = add_gradients(self.total, take_gradients(self.parameters), share)
+        add_gradients(self.total, take_gradients(self.parameters), share, in_place=True)
         return True
 
-    def go_home(self, same_randomness: bool) -> None:
+    def go_home(self) -> None:
         """Put back x to the bit, the buffers, and the generators as they were after the first passes."""
         if self._home is not None:
             put_values(self.parameters, self._home)
             self._home = None
         self._buffers.stop()
-        if self._after is not None and same_randomness:
-            set_random_state(self.device, self._after)
+        self.set_random(self._after)
         self._after = None
 
 
@@ -213,8 +202,7 @@ class PendingGradient:
         self._handles += [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
 
     def _arrive(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """Return what is to be added to ``.grad`` in the place of this gradient."""
-        raise NotImplementedError
+        raise NotImplementedError  # what is to be added to .grad in the place of this gradient
 
     def _note(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -228,10 +216,8 @@ class PendingGradient:
         )
 
     def close(self) -> None:
-        """Let go of the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles.pop().remove()
 
 
 class LastPart(PendingGradient):
@@ -280,8 +266,8 @@ class PlainGradient(PendingGradient):
 
     def put(self) -> None:
         """Make it ``.grad``, again when someone cleared that."""
-        put_gradients(self.parameters, list(self._gradients.values()))
-        for p in self.parameters:
+        for p, own in self._gradients.items():
+            p.grad = own
             self._note(p)
 
     @torch.no_grad()

@@ -35,16 +35,14 @@ def refuse_sharded(parameters: Iterable[Tensor]) -> None:
 
 
 class DdpWatch:
-    """Sees every forward of DistributedDataParallel models: it decides there, by ``no_sync()``, who averages.
+    """Sees every forward of DistributedDataParallel models: it is there that ``no_sync()`` decides who averages.
 
     It watches those that are, or are inside, the given model; without one, those that are called while averaging is
-    refused. It is a hook of the modules themselves where they are known: one for all would make compiled ones
-    compile again.
+    refused. Known modules get a hook of their own: one for all modules would make compiled ones compile again.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        self.averages = False
-        """Whether DistributedDataParallel averages the backward of the last forward seen."""
+        self.averages = False  # whether DistributedDataParallel averages the backward of the last forward seen
         self._everywhere = model is None
         self._trained: set[nn.Parameter] = set()
         self._refuse: Callable[[], object] | None = None
@@ -63,7 +61,6 @@ class DdpWatch:
 
     @contextmanager
     def refusing(self, parameters: Iterable[nn.Parameter], refuse: Callable[[], object]) -> Iterator[None]:
-        """Refuse it in this block, whatever model is called."""
         self.refuse_averaging(parameters, refuse, everywhere=True)
         try:
             yield
@@ -71,7 +68,6 @@ class DdpWatch:
             self.stop()
 
     def stop(self) -> None:
-        """Refuse nothing any more, and forget what was seen."""
         self._trained, self._refuse, self.averages = set(), None, False
         if self._hook is not None:
             self._hook.remove()
@@ -159,7 +155,6 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def beta(self) -> float | Schedule:
-        """β: a number, or a schedule over steps."""
         return self._beta
 
     @beta.setter
@@ -180,11 +175,9 @@ class OptimizerWrapper(Optimizer):
         return self.beta_now != 0.0 and self.steps % self.every == 0
 
     def all_parameters(self) -> list[nn.Parameter]:
-        """Return all parameters, in the order of their groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def trained_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that require a gradient now, in the order of their groups."""
         return [p for p in self.all_parameters() if p.requires_grad]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -200,17 +193,15 @@ class OptimizerWrapper(Optimizer):
     def _meet_ranks(self, *, after_a_pass: bool = False) -> None:
         """Take the first rank's values of what these ranks have not shared yet: at the beginning, everything.
 
-        The process group may have been started after this optimizer was made, and even after some steps; then the
-        first rank's optimizer state is taken as well.
+        Where the process group was started after some steps, the first rank's optimizer state is taken as well.
         """
         if self._passes is not None or self._finite is not None:
             return
         parameters, strangers = self.all_parameters(), not self._ranks.met
-        if not self._ranks.unshared(len(parameters)):
+        if not self._ranks.unshared(parameters):
             return
         refuse_sharded(parameters)
-        buffers = [] if self._model is None else list(self._model.buffers())
-        changed = self._ranks.share([p.detach() for p in parameters], buffers)
+        changed = self._ranks.share(parameters, [] if self._model is None else list(self._model.buffers()))
         forget_derived_values()
         steps, different = self._ranks.sums([float(self.steps), float(changed)], parameters[0].device)
         if strangers and steps:
