@@ -78,25 +78,27 @@ def sweep(
         from gradalign.server.runner import RunOptions
         from gradalign.sweep.conduct import run_sweep
         from gradalign.sweep.grid import parse_grid
-        from gradalign.sweep.plan import Choices, plan_sweep
+        from gradalign.sweep.plan import plan_sweep
         from gradalign.tasks.storage import using_data_folder
 
-        choices = Choices(
-            sampler=sampler,
-            trials=trials,
-            holdout=holdout,
-            stop_after=stop_after,
-            margin=margin,
-            finalists=finalists,
-            seeds=seeds,
-            test_beta=test_beta,
-        )
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         options = RunOptions(
             device=device, workers=workers, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers()
         )
         with using_data_folder(data_dir):
-            plan = plan_sweep(loaded, algorithm, parse_grid(grid or ()), choices)
+            plan = plan_sweep(
+                loaded,
+                algorithm,
+                parse_grid(grid or ()),
+                sampler=sampler,
+                trials=trials,
+                test_beta=test_beta,
+                holdout=holdout,
+                stop_after=stop_after,
+                margin=margin,
+                finalists=finalists,
+                seeds=seeds,
+            )
             folder = output_folder(out, f"sweep-{plan.name}", resume=resume)
             show = sys.stderr.isatty()
             summary = run_sweep(plan, folder, options, storage=storage, study=study, show=show)
