@@ -13,7 +13,7 @@ START = """
 import os, signal, sys, time
 from gradalign import stopping
 stopping.listen()
-stopping.advise("go on with --resume")
+stopping.advise(lambda: "go on with --resume")
 
 def send(number=signal.SIGTERM):
     os.kill(os.getpid(), number)

@@ -76,10 +76,8 @@ def _print_checks(checks: Sequence[Check], console: Console) -> None:
 
 def verify(
     as_json: AsJson = False,
-    plot: Annotated[Path | None, Option(help="Draw the slopes to this file (.png, .svg, .pdf).")] = None,
-    task: Annotated[
-        str | None, Option(help="Check on this task's first clients: a name, or package.module:function.")
-    ] = None,
+    plot: Path | None = Option(None, help="Draw the slopes to this file (.png, .svg, .pdf)."),
+    task: str | None = Option(None, help="Check on this task's first clients: a name, or package.module:function."),
     seed: Seed = 0,
 ) -> None:
     """Measure the paper's claims on this library's own code; exit code 1 when one of them fails."""
@@ -139,11 +137,11 @@ def diagnose(
     settings: TaskSettings = None,
     as_json: AsJson = False,
     seed: Seed = 0,
-    clients: Annotated[int, Option(help="Measure at most this many clients.")] = 20,
-    examples: Annotated[int | None, Option(help="Use at most this many examples of each client.")] = None,
-    splits: Annotated[int, Option(help="Random splits to compare with; each costs a pass over the examples.")] = 19,
-    lr: Annotated[float, Option(help="α, the local learning rate you will train with.")] = 0.1,
-    steps: Annotated[int, Option(help="K, the local steps of a round.")] = 10,
+    clients: int = Option(20, help="Measure at most this many clients."),
+    examples: int | None = Option(None, help="Use at most this many examples of each client."),
+    splits: int = Option(19, help="Random splits to compare with; each costs a pass over the examples."),
+    lr: float = Option(0.1, help="α, the local learning rate you will train with."),
+    steps: int = Option(10, help="K, the local steps of a round."),
     device: Device = "cpu",
 ) -> None:
     """Say before training whether the clients' gradients disagree more than by chance, and suggest a β."""
@@ -160,9 +158,3 @@ def diagnose(
             print_json(asdict(found))
         else:
             _print_diagnosis(found, Console())
-
-
-def register(app: typer.Typer) -> None:
-    """Add both commands to an application."""
-    app.command()(verify)
-    app.command()(diagnose)

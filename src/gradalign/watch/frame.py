@@ -246,19 +246,8 @@ def watch_once(folder: Path, console: Console) -> None:
     console.print(Frame(watched, full_height=console.is_terminal), soft_wrap=not console.is_terminal)
 
 
-def _output_is_lost() -> bool:
-    from gradalign.cli import output_is_lost
-
-    return output_is_lost()
-
-
 def watch(
-    folder: Path,
-    console: Console,
-    *,
-    interval: float,
-    timeout: float | None,
-    output_is_lost: Callable[[], bool] = _output_is_lost,
+    folder: Path, console: Console, *, interval: float, timeout: float | None, output_is_lost: Callable[[], bool]
 ) -> None:
     """Show frames until every run has ended or nobody reads them; raise at the end when one of the runs failed."""
     watched, idle = Watched(folder), IdleTimeout(timeout)
