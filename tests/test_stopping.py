@@ -38,6 +38,22 @@ def test_where_nothing_is_at_stake_the_process_ends_at_once(number, tmp_path):
     assert done.stderr == "stopped; go on with --resume\n"
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_resuming_is_advised_only_where_there_is_something_to_resume(written, tmp_path):
+    (tmp_path / "run").mkdir()
+    if written:
+        (tmp_path / "run" / "spec.toml").touch()
+    body = """
+    from pathlib import Path
+    from gradalign.cli.common import advise_resume, plain_errors
+    with plain_errors():
+        advise_resume(Path("run"))
+        send()
+    """
+    advice = "; continue with the same command and --resume" if written else ""
+    assert run(body, tmp_path).stderr == f"stopped{advice}\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_where_something_is_at_stake_it_becomes_an_interrupt_once(number, tmp_path):
     body = f"""
