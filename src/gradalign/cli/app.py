@@ -27,18 +27,10 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Seed = Annotated[int | None, Option(min=0, help="The seed of everything random.")]
 Out = Annotated[Path | None, Option(help="Folder to write to (default: a new one under runs/).")]
 Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if it holds anything.")]
 Workers = Annotated[
     int | None, Option(min=0, help="Worker processes (default: one per core; 0: none). Never changes results.")
-]
-EngineName = Annotated[
-    str | None,
-    Option(
-        metavar="local|flower|distributed",
-        help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
-    ),
 ]
 Checkpoint = Annotated[float, Option(min=0, help="Keep a checkpoint at most this often; 0 after every round.")]
 
@@ -59,10 +51,14 @@ def run(
     task: UserTask = None,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
-    seed: Seed = None,
+    seed: int | None = Option(None, min=0, help="The seed of everything random."),
     out: Out = None,
     resume: Resume = False,
-    engine: EngineName = None,
+    engine: str | None = Option(
+        None,
+        metavar="local|flower|distributed",
+        help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
+    ),
     device: Device = "cpu",
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
@@ -191,9 +187,8 @@ def show(
             print_shown(Console(), shown, folder)
 
 
-app.command()(sweep)
-app.command()(theory.verify)
-app.command()(theory.diagnose)
+for command in (sweep, theory.verify, theory.diagnose):
+    app.command()(command)
 app.add_typer(data_app, name="data")
 
 

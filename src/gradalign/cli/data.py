@@ -136,7 +136,6 @@ def _count(found: int, full: int | None) -> str:
 
 
 def _print_class_counts(console: Console, task: Task, counted: ClassCounts, picture: Path) -> None:
-    """Print the first clients' classes and the sizes of all."""
     import numpy as np
 
     sizes, classes = counted.counts.sum(axis=1), (counted.counts > 0).sum(axis=1)

@@ -29,7 +29,6 @@ def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: fl
 
 
 def seeds_words(summary: Mapping[str, Any]) -> str:
-    """Return with how many seeds everything ran."""
     return f"{len(summary['seeds'])} seed" + ("s" if len(summary["seeds"]) > 1 else "")
 
 
@@ -71,7 +70,6 @@ def _paper_line(paper: Mapping[str, Any]) -> str:
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print one run's summary."""
     final, best = summary["final_test_accuracy"], summary["best_test_accuracy"]
     accuracy = "–" if final is None else f"{final:.2%} (best {best:.2%}, round {summary['best_round']})"
     scores = [("test accuracy", accuracy), ("test loss", _number(summary["final_test_loss"]))]
@@ -116,7 +114,6 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
 
 
 def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print a comparison's table."""
     entries, paper, target = summary["algorithms"], summary.get("paper"), summary["target_accuracy"]
     spent = {entry.get("communication_rounds") for entry in entries} - {None}
     most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
@@ -216,7 +213,6 @@ def describe_tasks() -> list[dict[str, Any]]:
 
 
 def print_tasks(console: Console, tasks: list[dict[str, Any]], recipes: list[str]) -> None:
-    """Print what can be trained."""
     table = Table("task", "what it is", "settings of \\[task] and their defaults")
     for task in tasks:
         settings = "\n".join(plain(f"{key} = {value!r}") for key, value in task["settings"].items())
@@ -253,7 +249,6 @@ def load_shown(folder: Path) -> dict[str, Any]:
 
 
 def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
-    """Print what ``gradalign show`` found."""
     printers = {"run": print_summary, "comparison": print_comparison, "sweep": print_sweep}
     try:
         for line in as_toml(shown["spec"]).splitlines() if "spec" in shown else ():

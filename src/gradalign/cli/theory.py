@@ -35,7 +35,6 @@ def _mark(check: Check, text: str) -> str:
 
 
 def _orders_table(checks: Sequence[Check]) -> Table:
-    """Return the table of the claims about orders: one row per claim, one column per problem."""
     found = {(check.number, check.problem): check for check in checks if check.predicted is not None}
     problems = list(dict.fromkeys(problem for _, problem in found))
     table = Table(title="Slope of the remainder's norm, log-log", title_justify="left", box=box.SIMPLE_HEAD)
@@ -52,7 +51,6 @@ def _orders_table(checks: Sequence[Check]) -> Table:
 
 
 def _limits_table(checks: Sequence[Check]) -> Table:
-    """Return the table of the claims with a bound."""
     table = Table(title="Claims with a bound", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", "claim", "problem", "what"):
         table.add_column(name, overflow="fold")

@@ -57,7 +57,6 @@ class SweepPlan:
         return f"{self.spec(self.search.entry, {}).name}-{self.search.entry}"
 
     def spec(self, entry: str, point: Point, seed: int | None = None, *, test: bool = False) -> Spec:
-        """Return the experiment of one trial."""
         chosen = self.seed if seed is None else seed
         return trial_spec(self.recipe, entry, point, chosen, None if test else self.holdout)
 
@@ -167,7 +166,6 @@ def trial_spec(recipe: Recipe, entry: str, point: Point, seed: int, holdout: flo
 
 
 def folder_name(slot: int, point: Point) -> str:
-    """Return a readable name for a trial's run folder."""
     words = "_".join(f"{name}{shown(value)}" for name, value in point.items())
     return safe_name(f"{slot:03d}_{words}")
 

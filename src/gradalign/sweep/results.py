@@ -50,7 +50,6 @@ class TrialsFile:
         self._path, self._lists, self._before = folder / TABLE, plan.search.lists, ""
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
-        """Write all trials known so far."""
         text = _trials_table(outcomes, self._lists)
         if text != self._before:
             write_whole(self._path, text)
@@ -91,7 +90,6 @@ def _known(outcomes: Sequence[Outcome], name: str) -> list[float]:
 
 
 def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
-    """Return what summary.json says."""
     stages: dict[str, list[Outcome]] = {}
     for one in found.all():
         stages.setdefault(one.stage, []).append(one)

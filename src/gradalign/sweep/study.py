@@ -89,8 +89,6 @@ class ClaimedTrial:
 
 
 class StageStudy:
-    """One stage's study."""
-
     def __init__(
         self, storage: BaseStorage, study: str, worker: Worker, stage: Stage, pruner: BasePruner, seed: int
     ) -> None:

@@ -210,7 +210,6 @@ def _beside(parts: Sequence[Text], width: int) -> Text:
 
 
 def watch_once(folder: Path, console: Console) -> None:
-    """Print one frame."""
     watched = Watched(folder)
     watched.poll()
     if not watched.runs:
