@@ -143,19 +143,18 @@ class StageStudy:
 
     def _begin(self, job: Job, number: int) -> ClaimedTrial:
         # A sampler for each slot: what it draws depends on the trials before it, not on who asks or restarts.
-        seed = stream_seed(self._seed, Purpose.SWEEP, job.slot) % 2**32
-        sampler = TPESampler(seed=seed, constant_liar=True)
+        sampler = TPESampler(seed=stream_seed(self._seed, Purpose.SWEEP, job.slot) % 2**32, constant_liar=True)
         # And a study object: it shows its sampler the trials as they were at its first draw.
         study = optuna.load_study(
             storage=self._storage, study_name=self._study.study_name, sampler=sampler, pruner=self._pruner
         )
         study.get_trials(deepcopy=False)  # lets its cache know of the new trial
         trial = optuna.Trial(study, number)
-        if job.point is not None:
-            return ClaimedTrial(job=job, point=job.point, trial=trial)
-        suggested = {name: _suggested(trial, name, values) for name, values in self._stage.lists.items()}
-        point = ordered(self._stage.fixed | suggested)
-        trial.set_user_attr("point", point)
+        point = job.point
+        if point is None:
+            suggested = {name: _suggested(trial, name, values) for name, values in self._stage.lists.items()}
+            point = ordered(self._stage.fixed | suggested)
+            trial.set_user_attr("point", point)
         return ClaimedTrial(job=job, point=point, trial=trial)
 
     def settle(self, claim: ClaimedTrial, state: State, score: float | None, facts: Mapping[str, Any]) -> None:
