@@ -13,7 +13,7 @@ START = """
 import os, signal, sys, time
 from gradalign import stopping
 stopping.listen()
-stopping.advise("go on with --resume")
+stopping.advise(lambda: "go on with --resume")
 
 def send(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
@@ -36,6 +36,22 @@ def test_where_nothing_is_at_stake_the_process_ends_at_once(number, tmp_path):
     done = run(f"try:\n    send({int(number)})\nfinally:\n    print('unwound')", tmp_path)
     assert (done.returncode, done.stdout) == (128 + number, "")
     assert done.stderr == "stopped; go on with --resume\n"
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_resuming_is_advised_only_where_there_is_something_to_resume(written, tmp_path):
+    (tmp_path / "run").mkdir()
+    if written:
+        (tmp_path / "run" / "spec.toml").touch()
+    body = """
+    from pathlib import Path
+    from gradalign.cli.common import advise_resume, plain_errors
+    with plain_errors():
+        advise_resume(Path("run"))
+        send()
+    """
+    advice = "; continue with the same command and --resume" if written else ""
+    assert run(body, tmp_path).stderr == f"stopped{advice}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

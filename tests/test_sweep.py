@@ -220,7 +220,7 @@ def test_the_pruner_compares_at_the_same_round_only():
 
 def stage(storage, worker, *, lists=None, name: str = "x/s") -> StageStudy:
     lists = lists or {"lr": [0.1, 0.2]}
-    return StageStudy(storage, name, worker, lists=lists, fixed={"K": 3}, pruner=NopPruner(), seed=5)
+    return StageStudy(storage, name, worker, Stage(name="s", entry="e", lists=lists, fixed={"K": 3}), NopPruner(), 5)
 
 
 def book(folder: Path, worker, **options) -> StageStudy:
@@ -242,7 +242,7 @@ def test_jobs_are_divided_settled_and_given_back(tmp_path):
         other.settle(again, "diverged", None, {})
         other.settle(second, "complete", 0.75, {"seconds": 1.5})
         assert mine.claim(JOBS) is None, "what diverged is not tried again"
-        outcomes = mine.outcomes(JOBS, "s", "fedavg")
+        outcomes = mine.outcomes(JOBS)
         assert [(o.state, o.score) for o in outcomes] == [("diverged", None), ("complete", 0.75)]
         assert outcomes[1].facts["seconds"] == 1.5
 
@@ -253,7 +253,7 @@ def _do_all(folder: Path, jobs, start, done) -> None:
     with working_in(folder) as worker:
         one = book(folder, worker)
         start.wait()
-        while sum(outcome.state == "complete" for outcome in one.outcomes(jobs, "s", "e")) < len(jobs):
+        while sum(outcome.state == "complete" for outcome in one.outcomes(jobs)) < len(jobs):
             if (claim := one.claim(jobs)) is not None:
                 mine.append(claim.job.slot)
                 one.settle(claim, "complete", 0.5, {})
@@ -332,7 +332,7 @@ def test_a_heartbeat_that_stands_still_is_noticed_from_another_machine(tmp_path)
             database.execute("update trial_heartbeats set heartbeat = datetime('now', '-130 seconds')")
         assert near.claim(JOBS[:1]).job.slot == 0
         far.settle(claim, "complete", 1.0, {})  # not dead after all: what it brings comes too late
-        assert near.outcomes(JOBS, "s", "e")[0].state == "running"
+        assert near.outcomes(JOBS)[0].state == "running"
 
 
 def test_a_trial_at_work_shows_its_heartbeat(tmp_path, monkeypatch):
@@ -357,7 +357,7 @@ def tpe_draws(folder: Path, name: str, score) -> list[dict]:
         one = book(folder, worker, lists=lists, name=name)
         while (claim := one.claim(jobs)) is not None:
             one.settle(claim, "complete", score(claim.point["lr"]), {})
-        return [outcome.point for outcome in one.outcomes(jobs, "s", "e")]
+        return [outcome.point for outcome in one.outcomes(jobs)]
 
 
 def test_tpe_draws_between_the_ends_from_its_seed_and_learns(tmp_path):

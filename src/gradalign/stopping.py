@@ -16,14 +16,14 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
     from typing import NoReturn
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-_SOON, _AGAIN = 0.02, 1.0
-"""Seconds until the next try: when the moment was a bad one, and when the exception was swallowed."""
+_SOON, _AGAIN = 0.02, 1.0  # seconds until the next try: when the moment was bad; when the exception was swallowed
+# Seconds in which a signal that comes again is the same wish: ``timeout`` sends it to a process and to its group.
 _TWICE = 2.0
-"""Seconds in which a signal that comes again is the same wish: ``timeout`` sends it to a process and to its group."""
 _LONGEST_IMPORT = 20.0
 
 
@@ -34,7 +34,7 @@ class Terminated(KeyboardInterrupt):
 class _now:
     """What is known in this process."""
 
-    hint: str | None = None
+    advice: Callable[[], str] = str
     at_stake = 0
     held = 0
     asked: int | None = None
@@ -61,14 +61,12 @@ def let_go() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    if number in SIGNALS:
-        if _now.asked is None:
-            _now.asked, _now.since = number, time.monotonic()
-        elif time.monotonic() - _now.since < _TWICE:
-            return
-        else:
-            _end_at_once()
-    if not _now.at_stake:
+    again = number in SIGNALS and _now.asked is not None
+    if again and time.monotonic() - _now.since < _TWICE:
+        return
+    if number in SIGNALS and not again:
+        _now.asked, _now.since = number, time.monotonic()
+    if again or not _now.at_stake:
         _end_at_once()
     if _now.held or _is_delicate(frame):
         _try_again(_SOON)
@@ -101,12 +99,11 @@ def _is_delicate(frame: FrameType | None) -> bool:
 
 def _end_at_once() -> NoReturn:
     """Leave without unwinding; worker processes end with this one."""
-    words = f"stopped; {_now.hint}\n" if _now.hint else "stopped\n"
     try:
         if os.isatty(2):
             os.write(2, b"\r\x1b[K\x1b[?25h")  # a progress bar may have hidden the cursor
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, words.encode())
+            os.write(2, f"{last_words()}\n".encode())
     except OSError:  # nobody reads it
         pass
     os._exit(128 + (_now.asked or signal.SIGTERM))
@@ -151,9 +148,15 @@ def answer() -> None:
         _try_again(0.0)  # which is never
 
 
-def advise(hint: str | None) -> None:
-    """Set what is said about going on when a signal ends the process at once."""
-    _now.hint = hint
+def advise(advice: Callable[[], str]) -> None:
+    """Set what is asked, when a signal ends the process, for a word on how to go on."""
+    _now.advice = advice
+
+
+def last_words(why: str = "") -> str:
+    """Return what is said when a signal ends the process."""
+    advice = _now.advice()
+    return f"stopped{why}; {advice}" if advice else f"stopped{why}"
 
 
 def exit_code(stop: KeyboardInterrupt) -> int:

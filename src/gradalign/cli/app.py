@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,8 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from gradalign import __version__
-from gradalign.cli import theory
-from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask, plain_errors, print_json, say
+from gradalign.cli import common, output_is_lost, theory
+from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
 from gradalign.cli.data import data_app
 from gradalign.cli.sweep import sweep
 from gradalign.engines import under_torchrun
@@ -26,25 +27,17 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Seed = Annotated[int | None, Option(min=0, help="The seed of everything random.")]
 Out = Annotated[Path | None, Option(help="Folder to write to (default: a new one under runs/).")]
 Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if it holds anything.")]
 Workers = Annotated[
     int | None, Option(min=0, help="Worker processes (default: one per core; 0: none). Never changes results.")
-]
-EngineName = Annotated[
-    str | None,
-    Option(
-        metavar="local|flower|distributed",
-        help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
-    ),
 ]
 Checkpoint = Annotated[float, Option(min=0, help="Keep a checkpoint at most this often; 0 after every round.")]
 
 
 @app.callback(invoke_without_command=True)
 def _version(
-    version: Annotated[bool, Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+    version: bool = Option(False, "--version", help="Print the version and leave.", is_eager=True),
 ) -> None:
     if version:
         print(f"gradalign {__version__}")
@@ -58,17 +51,21 @@ def run(
     task: UserTask = None,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
-    seed: Seed = None,
+    seed: int | None = Option(None, min=0, help="The seed of everything random."),
     out: Out = None,
     resume: Resume = False,
-    engine: EngineName = None,
+    engine: str | None = Option(
+        None,
+        metavar="local|flower|distributed",
+        help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
+    ),
     device: Device = "cpu",
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Run one experiment."""
-    with plain_errors("continue with the same command and --resume"):
+    with common.plain_errors():
         from gradalign.api import default_engine, run_spec
         from gradalign.cli.tables import print_summary
         from gradalign.recipes import load_recipe
@@ -79,6 +76,7 @@ def run(
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         spec = loaded.spec()
         folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
+        common.advise_resume(folder)
         options = RunOptions(
             engine=engine or default_engine(),
             device=device,
@@ -93,21 +91,21 @@ def run(
         if result.folder is None:  # one of the ranks that worked for rank 0
             return
         if as_json:
-            print_json(result.summary | {"folder": str(folder)})
+            common.print_json(result.summary | {"folder": str(folder)})
         else:
             print_summary(Console(), result.summary, folder)
 
 
 @app.command()
 def compare(
-    recipe: Annotated[str, Argument(help="A recipe file or a shipped recipe's name.")] = "digits",
-    algorithms: Annotated[str | None, Option(help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox.")] = None,
-    seeds: Annotated[int | None, Option(min=1, help="How many seeds each algorithm runs with.")] = None,
+    recipe: str = Argument("digits", help="A recipe file or a shipped recipe's name."),
+    algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox."),
+    seeds: int | None = Option(None, min=1, help="How many seeds each algorithm runs with."),
     settings: Settings = None,
     task: UserTask = None,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
-    seed: Annotated[int | None, Option(min=0, help="The first seed.")] = None,
+    seed: int | None = Option(None, min=0, help="The first seed."),
     out: Out = None,
     resume: Resume = False,
     device: Device = "cpu",
@@ -116,7 +114,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare algorithms over several seeds: a table, summary.json and the curves as a picture."""
-    with plain_errors("continue with the same command and --resume"):
+    with common.plain_errors():
         if under_torchrun():
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.cli.tables import print_comparison
@@ -126,7 +124,7 @@ def compare(
         from gradalign.runs import REPORT, output_folder
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
-        from gradalign.tracking.progress import comparison_bar
+        from gradalign.tracking.progress import rounds_bar
 
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         entries = loaded.compare.algorithms
@@ -135,19 +133,23 @@ def compare(
             if "" in entries:
                 raise GradalignError(f'--algorithms takes names joined by commas, and one is empty in "{algorithms}"')
         folder = output_folder(out, f"compare-{loaded.changes.get('name', loaded.data['name'])}", resume=resume)
+        common.advise_resume(folder)
         trackers = loaded.trackers()
         options = RunOptions(
             device=device, workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=trackers
         )
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
+            rounds = sum(one.spec.rounds for one in planned)
             with claimed_folder(folder, planned, resume=resume):
-                with comparison_bar(planned, show=sys.stderr.isatty()) as on_row:
-                    finished = run_comparison(planned, options, on_row=on_row)
+                with rounds_bar(rounds) if sys.stderr.isatty() else nullcontext(lambda label, row: None) as tick:
+                    finished = run_comparison(
+                        planned, options, on_row=lambda one, row: tick(f"{one.entry}, seed {one.seed}", row)
+                    )
                 summary = write_comparison(folder, finished, loaded.compare.curves)
                 page = write_report([folder], folder / REPORT)
         if as_json:
-            print_json(summary | {"folder": str(folder), "report": str(page)})
+            common.print_json(summary | {"folder": str(folder), "report": str(page)})
         else:
             print_comparison(Console(), summary, folder)
         failures = [f"{run.planned.entry}, seed {run.planned.seed}: {run.failure}" for run in finished if run.failure]
@@ -159,15 +161,15 @@ def compare(
 @app.command()
 def tasks(as_json: AsJson = False) -> None:
     """List what can be trained."""
-    with plain_errors():
+    with common.plain_errors():
         from gradalign.cli.tables import describe_tasks, print_tasks
         from gradalign.recipes import shipped_recipes
 
-        found = describe_tasks()
+        found, recipes = describe_tasks(), list(shipped_recipes())
         if as_json:
-            print_json({"tasks": found, "recipes": list(shipped_recipes())})
+            common.print_json({"tasks": found, "recipes": recipes})
         else:
-            print_tasks(Console(), found, list(shipped_recipes()))
+            print_tasks(Console(), found, recipes)
 
 
 @app.command()
@@ -175,44 +177,38 @@ def show(
     folder: Annotated[Path, Argument(help="A run folder, or a comparison's, or a sweep's.")], as_json: AsJson = False
 ) -> None:
     """Show a run's spec and summary, or a comparison's or a sweep's tables."""
-    with plain_errors():
+    with common.plain_errors():
         from gradalign.cli.tables import load_shown, print_shown
 
         shown = load_shown(folder)
         if as_json:
-            print_json(shown)
+            common.print_json(shown)
         else:
             print_shown(Console(), shown, folder)
 
 
-app.command()(sweep)
-theory.register(app)
+for command in (sweep, theory.verify, theory.diagnose):
+    app.command()(command)
 app.add_typer(data_app, name="data")
 
 
 @app.command()
 def report(
     folders: Annotated[list[Path], Argument(help="Run folders, comparisons, sweeps, or folders above them.")],
-    output: Annotated[Path, Option("--output", "-o", help="The page to write; an old one is replaced.")] = Path(
-        "report.html"
-    ),
-    figures: Annotated[
-        Path | None, Option(help="Also write the figures to this folder, as PDF and PNG for a paper.")
-    ] = None,
-    title: Annotated[str | None, Option(help="The page's title.")] = None,
-    unfinished: Annotated[
-        bool, Option("--unfinished", help="Show runs that have not finished, too; they are in no mean.")
-    ] = False,
+    output: Path = Option(Path("report.html"), "--output", "-o", help="The page to write; an old one is replaced."),
+    figures: Path | None = Option(None, help="Also write the figures to this folder, as PDF and PNG for a paper."),
+    title: str | None = Option(None, help="The page's title."),
+    unfinished: bool = Option(False, "--unfinished", help="Show unfinished runs, too; they are in no mean."),
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained page about runs: table, curves, settings, how to repeat them."""
-    with plain_errors():
+    with common.plain_errors():
         from gradalign.report import report_gathered
         from gradalign.runs.read import gather
 
         gathered = gather(folders, unfinished=unfinished)
         for one in (told := list(gathered.skipped)):
-            say(str(one))
+            common.say(str(one))
         with Console(stderr=True).status("writing the report") as status:  # silent where it is no terminal
 
             def tell(file: Path) -> None:
@@ -220,11 +216,11 @@ def report(
 
             page = report_gathered(gathered, output, title=title, figures=figures, on_figure=tell)
         for one in gathered.skipped[len(told) :]:  # what only drawing brought to light
-            say(str(one))
+            common.say(str(one))
         if as_json:
             skipped = [{"folder": one.folder, "reason": one.reason} for one in gathered.skipped]
             found = {"report": str(page), "runs": len(gathered.runs), "skipped": skipped}
-            print_json(found | ({"figures": str(figures)} if figures else {}))
+            common.print_json(found | ({"figures": str(figures)} if figures else {}))
         else:
             print(f"report: {page}")
             if figures is not None:
@@ -234,18 +230,16 @@ def report(
 @app.command()
 def watch(
     folder: Annotated[Path, Argument(help="A run's folder, a comparison's, a sweep's, or one with runs below.")],
-    interval: Annotated[float, Option(min=0.1, help="Seconds between looks.")] = 1.0,
-    once: Annotated[bool, Option("--once", help="Print one frame and leave, as without a terminal.")] = False,
-    timeout: Annotated[
-        float | None, Option(min=0, help="Leave after so many seconds in which nobody wrote there.")
-    ] = None,
+    interval: float = Option(1.0, min=0.1, help="Seconds between looks."),
+    once: bool = Option(False, "--once", help="Print one frame and leave, as without a terminal."),
+    timeout: float | None = Option(None, min=0, help="Leave after so many seconds in which nobody wrote there."),
 ) -> None:
     """Show the curves of a run, or of a comparison's runs, while they grow; only ever reads."""
-    with plain_errors("only the watching has ended"):
+    with common.plain_errors("only the watching has ended"):
         from gradalign.watch import frame
 
         console = Console()
         if once or not console.is_terminal or console.is_dumb_terminal:
             frame.watch_once(folder, console)
         else:
-            frame.watch(folder, console, interval=interval, timeout=timeout)
+            frame.watch(folder, console, interval=interval, timeout=timeout, output_is_lost=output_is_lost)

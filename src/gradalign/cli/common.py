@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typer import Option
 from gradalign import stopping
 from gradalign.engines import rank, under_torchrun
 from gradalign.errors import GradalignError, LostRankError, shown_text
+from gradalign.runs import COMPARISON, SPEC, SWEEP
 
 Settings = Annotated[
     list[str] | None,
@@ -36,22 +38,23 @@ DataDir = Annotated[Path | None, Option(help="Folder with the data sets (default
 Device = Annotated[str, Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
 
+_RESUME = "continue with the same command and --resume"
 _EXTRAS = {"optuna": "sweep", "sqlalchemy": "sweep", "plotly": "report", "jinja2": "report", "scipy": "report"}
 _EXTRAS |= {"matplotlib": "plots", "pydantic": "recipes", "tomli_w": "runs", "safetensors": "runs"}
-_EXTRAS |= {"plotext": "cli", "pooch": "cli", "flwr": "flower"}
+_EXTRAS |= {"pooch": "cli", "flwr": "flower"}
 
 
 @contextmanager
-def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
+def plain_errors(hint: str = "") -> Iterator[None]:
     """Turn the user's mistakes into one line and exit code 2, and interrupts into a word on how to go on."""
-    stopping.advise(resume_hint)
+    stopping.advise(lambda: hint)
     try:
         yield
     except GradalignError as error:
-        hint = f"; {resume_hint}" if resume_hint and isinstance(error, LostRankError) else ""
+        go_on = f"; {_RESUME}" if isinstance(error, LostRankError) else ""
         # All ranks of a job meet the same mistakes: one of them speaks. Of rank 0's own end, rank 1 tells.
         if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
-            say(f"error: {error}{hint}")
+            say(f"error: {error}{go_on}")
         raise typer.Exit(2) from None
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -68,11 +71,20 @@ def plain_errors(resume_hint: str | None = None) -> Iterator[None]:
         terminated = isinstance(stop, stopping.Terminated)
         why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
         if rank() == 0:
-            say(f"stopped{why}" + (f"; {resume_hint}" if resume_hint else ""))
+            say(stopping.last_words(why))
         raise typer.Exit(stopping.exit_code(stop)) from None
     except OSError as error:
         say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         raise typer.Exit(2) from None
+
+
+def advise_resume(folder: Path) -> None:
+    """Let interrupts advise --resume, but only once there is something in the folder to go on with.
+
+    Before that, --resume without --out would take up the run before this one.
+    """
+    files = [folder / name for name in (SPEC, COMPARISON, SWEEP)]
+    stopping.advise(lambda: _RESUME if any(map(os.path.lexists, files)) else "")
 
 
 def say(text: str) -> None:

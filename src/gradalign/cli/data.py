@@ -80,11 +80,11 @@ def get_data(
 def show_data(
     context: typer.Context,
     name: Annotated[str, Argument(help="A task that divides labelled examples, such as emnist or digits.")],
-    partition: Annotated[str | None, Option(help="iid, one-class, separate, dirichlet, …")] = None,
-    clients: Annotated[int | None, Option(help="The number of clients.")] = None,
+    partition: str | None = Option(None, help="iid, one-class, separate, dirichlet, …"),
+    clients: int | None = Option(None, help="The number of clients."),
     settings: TaskSettings = None,
-    seed: Annotated[int, Option(min=0, help="The seed of the partition.")] = 0,
-    out: Annotated[Path | None, Option(help="The picture (default: NAME-PARTITION.png).")] = None,
+    seed: int = Option(0, min=0, help="The seed of the partition."),
+    out: Path | None = Option(None, help="The picture (default: NAME-PARTITION.png)."),
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -136,7 +136,6 @@ def _count(found: int, full: int | None) -> str:
 
 
 def _print_class_counts(console: Console, task: Task, counted: ClassCounts, picture: Path) -> None:
-    """Print the first clients' classes and the sizes of all."""
     import numpy as np
 
     sizes, classes = counted.counts.sum(axis=1), (counted.counts > 0).sum(axis=1)

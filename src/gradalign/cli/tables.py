@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from rich.console import Console
 from rich.table import Table
 
 from gradalign.cli.common import plain
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
-from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP
+from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import is_there, read_spec, read_table
+from gradalign.sweep.grid import describe_point
+from gradalign.tracking.progress import score_words
 
 
 def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
@@ -29,7 +29,6 @@ def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: fl
 
 
 def seeds_words(summary: Mapping[str, Any]) -> str:
-    """Return with how many seeds everything ran."""
     return f"{len(summary['seeds'])} seed" + ("s" if len(summary["seeds"]) > 1 else "")
 
 
@@ -71,7 +70,6 @@ def _paper_line(paper: Mapping[str, Any]) -> str:
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print one run's summary."""
     final, best = summary["final_test_accuracy"], summary["best_test_accuracy"]
     accuracy = "–" if final is None else f"{final:.2%} (best {best:.2%}, round {summary['best_round']})"
     scores = [("test accuracy", accuracy), ("test loss", _number(summary["final_test_loss"]))]
@@ -116,7 +114,6 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
 
 
 def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print a comparison's table."""
     entries, paper, target = summary["algorithms"], summary.get("paper"), summary["target_accuracy"]
     spent = {entry.get("communication_rounds") for entry in entries} - {None}
     most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
@@ -150,6 +147,60 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         console.print(plain(line), soft_wrap=True)
 
 
+def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the stages, the finalists and where everything is."""
+    from gradalign.sweep.results import BEST, BETA, TABLE, VALUES
+
+    console.print(_stages_table(summary))
+    console.print(_finalists_table(summary))
+    console.print(
+        "chosen by validation on training data that was held out; tested after training on all training data; "
+        "mean ± standard deviation over the seeds",
+        soft_wrap=True,
+    )
+    if summary["scale"]:
+        console.print(f"scale: {plain(summary['scale'])}", soft_wrap=True)
+    places = {"best values": BEST, "all trials": TABLE, "accuracy over β": BETA, "accuracy over each value": VALUES}
+    for what, file in (places | {"report": REPORT}).items():
+        if (folder / file).exists():
+            console.print(f"{what}: {plain(folder / file)}", soft_wrap=True)
+    if not (folder / REPORT).exists():
+        console.print("report: none here, because the finalists' runs lie in another process's folder", soft_wrap=True)
+
+
+def _stages_table(summary: Mapping[str, Any]) -> Table:
+    table = Table("stage", "algorithm", title=f"{plain(summary['name'])}: the stages")
+    for name in ("trials", "ended early"):
+        table.add_column(name, justify="right")
+    table.add_column("best values", overflow="fold")
+    table.add_column("score", justify="right")
+    for stage in summary["stages"]:
+        best, words = stage["best"], ("–", "–")
+        if best is not None:
+            varied = {name: best["values"][name] for name in stage["varied"]}
+            score = score_words(best["score"], accuracies=summary["score"] == "accuracy")
+            words = (describe_point(varied or best["values"]), score)
+        early = str(stage["pruned"]) + (f" (+ {stage['diverged']} diverged)" if stage["diverged"] else "")
+        table.add_row(*map(plain, (stage["name"], stage["algorithm"], stage["trials"], early, *words)))
+    return table
+
+
+def _finalists_table(summary: Mapping[str, Any]) -> Table:
+    table = Table(title=f"the finalists, {seeds_words(summary)}")
+    table.add_column("values", overflow="fold")
+    what, unit, form, scale = "loss", "", ".4g", 1.0
+    if summary["score"] == "accuracy":
+        what, unit, form, scale = "accuracy", ", %", ".2f", 100.0
+    for name in ("validation", "test"):
+        table.add_column(f"{name} {what}{unit}", justify="right")
+    for row in summary["finalists"]:
+        values = plain(describe_point(row["values"]))
+        validated, tested = (spread_words(row[f"{name}_{what}"], form, scale) for name in ("validation", "test"))
+        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
+        table.add_row(f"[bold]{values} (chosen)" if row["chosen"] else values, validated, tested + diverged)
+    return table
+
+
 def describe_tasks() -> list[dict[str, Any]]:
     """Return what can be trained: name, description, settings with their defaults."""
     found = []
@@ -162,7 +213,6 @@ def describe_tasks() -> list[dict[str, Any]]:
 
 
 def print_tasks(console: Console, tasks: list[dict[str, Any]], recipes: list[str]) -> None:
-    """Print what can be trained."""
     table = Table("task", "what it is", "settings of \\[task] and their defaults")
     for task in tasks:
         settings = "\n".join(plain(f"{key} = {value!r}") for key, value in task["settings"].items())
@@ -198,29 +248,20 @@ def load_shown(folder: Path) -> dict[str, Any]:
     )
 
 
-@contextmanager
-def _summaries_explained(folder: Path) -> Iterator[None]:
-    """Say in one sentence that a summary is not one, wherever a number or a word in it is missing or another thing."""
-    try:
-        yield
-    except GradalignError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        problem = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise GradalignError(f"{folder / SUMMARY} is not a summary of this library: {problem}") from None
-
-
 def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
-    """Print what ``gradalign show`` found."""
-    from gradalign.cli.sweep import print_sweep
-
     printers = {"run": print_summary, "comparison": print_comparison, "sweep": print_sweep}
-    with _summaries_explained(folder):
-        for line in tomli_w.dumps(shown["spec"]).splitlines() if "spec" in shown else ():
+    try:
+        for line in as_toml(shown["spec"]).splitlines() if "spec" in shown else ():
             console.print(plain(line), soft_wrap=True)
         if shown["complete"]:
             printers[shown["kind"]](console, shown["summary"], folder)
             return
+    except GradalignError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # Anything in a file may be missing, or another thing than it should be.
+        problem = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise GradalignError(f"{folder / SUMMARY} is not a summary of this library: {problem}") from None
     todo = "continue it with the command that began it"
     if shown["kind"] == "run":
         done, rounds = (shown["last_row"] or {}).get("round", 0), shown["spec"].get("rounds", "?")

@@ -35,7 +35,6 @@ def _mark(check: Check, text: str) -> str:
 
 
 def _orders_table(checks: Sequence[Check]) -> Table:
-    """Return the table of the claims about orders: one row per claim, one column per problem."""
     found = {(check.number, check.problem): check for check in checks if check.predicted is not None}
     problems = list(dict.fromkeys(problem for _, problem in found))
     table = Table(title="Slope of the remainder's norm, log-log", title_justify="left", box=box.SIMPLE_HEAD)
@@ -52,7 +51,6 @@ def _orders_table(checks: Sequence[Check]) -> Table:
 
 
 def _limits_table(checks: Sequence[Check]) -> Table:
-    """Return the table of the claims with a bound."""
     table = Table(title="Claims with a bound", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", "claim", "problem", "what"):
         table.add_column(name, overflow="fold")
@@ -76,10 +74,8 @@ def _print_checks(checks: Sequence[Check], console: Console) -> None:
 
 def verify(
     as_json: AsJson = False,
-    plot: Annotated[Path | None, Option(help="Draw the slopes to this file (.png, .svg, .pdf).")] = None,
-    task: Annotated[
-        str | None, Option(help="Check on this task's first clients: a name, or package.module:function.")
-    ] = None,
+    plot: Path | None = Option(None, help="Draw the slopes to this file (.png, .svg, .pdf)."),
+    task: str | None = Option(None, help="Check on this task's first clients: a name, or package.module:function."),
     seed: Seed = 0,
 ) -> None:
     """Measure the paper's claims on this library's own code; exit code 1 when one of them fails."""
@@ -139,11 +135,11 @@ def diagnose(
     settings: TaskSettings = None,
     as_json: AsJson = False,
     seed: Seed = 0,
-    clients: Annotated[int, Option(help="Measure at most this many clients.")] = 20,
-    examples: Annotated[int | None, Option(help="Use at most this many examples of each client.")] = None,
-    splits: Annotated[int, Option(help="Random splits to compare with; each costs a pass over the examples.")] = 19,
-    lr: Annotated[float, Option(help="α, the local learning rate you will train with.")] = 0.1,
-    steps: Annotated[int, Option(help="K, the local steps of a round.")] = 10,
+    clients: int = Option(20, help="Measure at most this many clients."),
+    examples: int | None = Option(None, help="Use at most this many examples of each client."),
+    splits: int = Option(19, help="Random splits to compare with; each costs a pass over the examples."),
+    lr: float = Option(0.1, help="α, the local learning rate you will train with."),
+    steps: int = Option(10, help="K, the local steps of a round."),
     device: Device = "cpu",
 ) -> None:
     """Say before training whether the clients' gradients disagree more than by chance, and suggest a β."""
@@ -160,9 +156,3 @@ def diagnose(
             print_json(asdict(found))
         else:
             _print_diagnosis(found, Console())
-
-
-def register(app: typer.Typer) -> None:
-    """Add both commands to an application."""
-    app.command()(verify)
-    app.command()(diagnose)

@@ -1,1 +1,1 @@
-"""Tuning: the paper's protocol on Optuna. Its rooms are listed in docs/architecture.md."""
+"""Tuning: the paper's protocol on Optuna. ``conduct`` carries a sweep out."""

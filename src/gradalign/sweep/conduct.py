@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gradalign.report import write_report
 from gradalign.runs import METRICS, REPORT, TRIALS
 from gradalign.server.runner import RunOptions
 from gradalign.sweep import protocol
-from gradalign.sweep.grid import describe_point
+from gradalign.sweep.grid import Point, describe_point
 from gradalign.sweep.plan import SweepPlan, TrialRunner, folder_name
 from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, BelowBestPruner, Found, Outcome, Stage
 from gradalign.sweep.results import TrialsFile, write_results
@@ -31,24 +32,22 @@ def run_sweep(
 ) -> dict[str, Any]:
     """Carry a sweep out, or what is left of it, and return its summary.
 
-    Args:
-        plan: What is swept.
-        folder: Where everything goes; processes that share it share the work.
-        options: How trials are run.
-        storage: The URL of a database for many machines; None keeps a journal in the folder.
-        study: The name under which the storage holds the sweep; None takes the plan's.
-        show: Whether to show a progress bar.
+    Processes that share the folder share the work: by a journal in it, or for many machines by the database with the
+    URL ``storage``, which holds the sweep under the name ``study`` (None: the plan's). ``show`` asks for a bar.
     """
-    study = study or plan.name
-    trials = TrialsFile(folder, plan)
+    study, sizes = study or plan.name, _sizes(plan)
     with (
         opened(folder, storage, study, plan.describe()) as database,
         working_in(folder) as worker,
-        sweep_bar(_sizes(plan), show=show) as bar,
+        sweep_bar(sizes, show=show) as bar,
     ):
-        found = SweepRunner(plan, folder, database, study, worker, options, bar, trials.write).run()
+        runner = TrialRunner(options, plan.stop_after)
+        found = _Process(plan, folder, database, study, worker, runner, bar, len(sizes)).run()
     summary = write_results(folder, plan, found)
-    return summary | {"folder": str(folder), "report": _write_report(folder, found)}
+    runs = [folder / one.facts["folder"] for one in found.tested if "folder" in one.facts]
+    runs = [run for run in runs if (run / METRICS).exists()]  # others lie in another process's folder
+    report = str(write_report(runs, folder / REPORT)) if runs else None
+    return summary | {"folder": str(folder), "report": report}
 
 
 def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
@@ -62,139 +61,111 @@ def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
     return [*sizes, *later, (TEST, finalists * plan.seeds, rounds), *figure]
 
 
-def _write_report(folder: Path, found: Found) -> str | None:
-    """Write the report page of the finalists' test runs that lie in this folder; return where it is."""
-    runs = [folder / one.facts["folder"] for one in found.tested if "folder" in one.facts]
-    runs = [run for run in runs if (run / METRICS).exists()]
-    return str(write_report(runs, folder / REPORT)) if runs else None
+def _jobs(pairs: Iterable[tuple[Point | None, int]]) -> list[Job]:
+    return [Job(slot=slot, seed=seed, point=point) for slot, (point, seed) in enumerate(pairs)]
 
 
-class SweepRunner:
+@dataclass
+class _Process:
     """One process at work on a sweep."""
 
-    def __init__(
-        self,
-        plan: SweepPlan,
-        folder: Path,
-        storage: BaseStorage,
-        study: str,
-        worker: Worker,
-        options: RunOptions,
-        bar: SweepBar,
-        on_outcomes: Callable[[Sequence[Outcome]], None],
-    ) -> None:
-        self._plan, self._folder, self._storage, self._study = plan, folder, storage, study
-        self._worker, self._bar, self._on_outcomes = worker, bar, on_outcomes
-        self._runner = TrialRunner(options, plan.stop_after)
+    plan: SweepPlan
+    folder: Path
+    storage: BaseStorage
+    study: str
+    worker: Worker
+    runner: TrialRunner
+    bar: SweepBar
+    stages: int
+
+    def __post_init__(self) -> None:
         self._outcomes: dict[str, list[Outcome]] = {}
-        self._stages = len(_sizes(plan))
+        self._trials = TrialsFile(self.folder, self.plan)
 
     def run(self) -> Found:
         """Go through all stages; what other processes do is waited for, what is done already is taken as it is."""
-        tuned, baseline = protocol.tune(self._plan.search, self._search_stage)
-        finalists = protocol.finalists_of(tuned, self._plan.finalists)
-        seeds = range(self._plan.seed, self._plan.seed + self._plan.seeds)
-        pairs = [(one.point, seed) for one in finalists for seed in seeds]
-        jobs = [Job(slot=slot, seed=seed, point=point) for slot, (point, seed) in enumerate(pairs)]
-        later = [job for job in jobs if job.seed != self._plan.seed]
-        validated = self._final_stage(FINALISTS, later, "on held-out training data") if later else []
-        tested = self._final_stage(TEST, jobs, "trained on all training data, scored on the test set")
+        first, seeds = self.plan.seed, self.plan.seeds
+        tuned, baseline = protocol.tune(self.plan.search, self._search_stage)
+        finalists = protocol.finalists_of(tuned, self.plan.finalists)
+        jobs = _jobs((one.point, seed) for one in finalists for seed in range(first, first + seeds))
+        later = [job for job in jobs if job.seed != first]
+        best = f"the best {len(finalists)} trials" if len(finalists) > 1 else "the best trial"
+        best += f" of {self.plan.search.entry} with"
+        words = f"{best} {seeds - 1} seed{'s' * (seeds > 2)}, on held-out training data"
+        validated = self._final_stage(FINALISTS, later, words) if later else []
+        words = f"{best} {seeds} seed{'s' * (seeds > 1)}, trained on all training data, scored on the test set"
+        tested = self._final_stage(TEST, jobs, words)
+        tested_betas: list[Outcome] = []
+        if self.plan.test_beta:  # by now everything is decided
+            jobs = _jobs((one.point, first) for one in tuned if one.stage in ("beta-coarse", "beta-fine"))
+            tested_betas = self._final_stage(TEST_BETA, jobs, "every beta of the search, scored on the test set")
         return Found(
             tuned=tuned,
             baseline=baseline,
             finalists=finalists,
             validated=validated,
             tested=tested,
-            tested_betas=self._test_betas(tuned) if self._plan.test_beta else [],
+            tested_betas=tested_betas,
         )
 
-    def _test_betas(self, tuned: Sequence[Outcome]) -> list[Outcome]:
-        """Score what the search for β tried on the test set; by now everything is decided."""
-        points = [one.point for one in tuned if one.stage in ("beta-coarse", "beta-fine")]
-        jobs = [Job(slot=slot, seed=self._plan.seed, point=point) for slot, point in enumerate(points)]
-        stage = Stage(name=TEST_BETA, entry=self._plan.search.entry, lists={})
-        return self._work(stage, jobs, NopPruner(), "every beta of the search, scored on the test set")
-
     def _search_stage(self, stage: Stage, known: Sequence[Outcome]) -> list[Outcome]:
-        seed = self._plan.seed
-        if stage.trials is not None:
-            jobs = [Job(slot=slot, seed=seed, point=None) for slot in range(stage.trials)]
-        else:
-            tried = [outcome.point for outcome in known]
-            points = enumerate(stage.points())
-            jobs = [Job(slot=slot, seed=seed, point=point) for slot, point in points if point not in tried]
-        pruner = BelowBestPruner(self._plan.margin, [outcome.check for outcome in known if outcome.check])
+        points = [None] * stage.trials if stage.trials is not None else stage.points()
+        tried = [outcome.point for outcome in known]
+        jobs = [job for job in _jobs((point, self.plan.seed) for point in points) if job.point not in tried]
+        pruner = BelowBestPruner(self.plan.margin, [outcome.check for outcome in known if outcome.check])
         what = f"{stage.entry} over {', '.join(stage.lists)}"
         what += f" ({describe_point(stage.fixed)})" if stage.fixed else ""
         return self._work(stage, jobs, pruner, what)
 
-    def _final_stage(self, name: str, jobs: list[Job], how: str) -> list[Outcome]:
-        stage = Stage(name=name, entry=self._plan.search.entry, lists={})
-        seeds = len({job.seed for job in jobs})
-        points = len(jobs) // seeds
-        best = f"the best {points} trials" if points > 1 else "the best trial"
-        what = f"{best} of {stage.entry} with {seeds} seed{'s' * (seeds > 1)}, {how}"
-        return self._work(stage, jobs, NopPruner(), what)
+    def _final_stage(self, name: str, jobs: list[Job], what: str) -> list[Outcome]:
+        return self._work(Stage(name=name, entry=self.plan.search.entry, lists={}), jobs, NopPruner(), what)
 
     def _work(self, stage: Stage, jobs: list[Job], pruner: BasePruner, what: str) -> list[Outcome]:
         """Do what nobody else does of a stage, wait for the rest, and return all of it."""
-        study = StageStudy(
-            self._storage,
-            f"{self._study}/{stage.name}",
-            self._worker,
-            lists=stage.lists,
-            fixed=stage.fixed,
-            pruner=pruner,
-            seed=self._plan.seed,
-        )
-        place = f"stage {len(self._outcomes) + 1} of {self._stages}, {stage.name}"
-        self._bar.say(f"{place}: {what}; {len(jobs)} trial{'s' * (len(jobs) != 1)}")
-        self._bar.begin(stage.name, len(jobs), self._plan.spec(stage.entry, {}).rounds)
+        study = StageStudy(self.storage, f"{self.study}/{stage.name}", self.worker, stage, pruner, self.plan.seed)
+        place = f"stage {len(self._outcomes) + 1} of {self.stages}, {stage.name}"
+        self.bar.say(f"{place}: {what}; {len(jobs)} trial{'s' * (len(jobs) != 1)}")
+        self.bar.begin(stage.name, len(jobs), self.plan.spec(stage.entry, {}).rounds)
         while True:
-            outcomes = self._note(study, stage, jobs)
+            outcomes = self._outcomes[stage.name] = study.outcomes(jobs)
+            running = sum(one.state == "running" for one in outcomes)
+            self.bar.settled(len(outcomes) - running, running)
+            self._trials.write([one for known in self._outcomes.values() for one in known])
             claim = study.claim(jobs)
             if claim is not None:
                 self._try(study, stage, claim)
-            elif sum(one.state != "running" for one in outcomes) == len(jobs):
+            elif len(outcomes) - running == len(jobs):
                 break
             else:
                 time.sleep(_POLL_SECONDS)
-        self._bar.say("  " + _verdict(outcomes))
-        return outcomes
-
-    def _note(self, study: StageStudy, stage: Stage, jobs: list[Job]) -> list[Outcome]:
-        outcomes = study.outcomes(jobs, stage.name, stage.entry)
-        running = sum(one.state == "running" for one in outcomes)
-        self._bar.settled(len(outcomes) - running, running)
-        self._outcomes[stage.name] = outcomes
-        self._on_outcomes([one for stage_outcomes in self._outcomes.values() for one in stage_outcomes])
+        self.bar.say("  " + _verdict(outcomes))
         return outcomes
 
     def _try(self, study: StageStudy, stage: Stage, claim: ClaimedTrial) -> None:
         """Do one trial; whatever stops it gives it back."""
-        job, test = claim.job, stage.name in (TEST, TEST_BETA)
-        searching = stage.name not in _FINAL
+        job, searching = claim.job, stage.name not in _FINAL
         name = folder_name(job.slot, claim.point) + ("" if searching else f"_seed{job.seed}")
         place = Path(TRIALS) / stage.name / name
         try:
-            spec = self._plan.spec(stage.entry, claim.point, job.seed, test=test)
+            spec = self.plan.spec(stage.entry, claim.point, job.seed, test=stage.name in (TEST, TEST_BETA))
             with study.beating(claim):
-                ended = self._runner.run(spec, self._folder / place, claim.trial if searching else None, self._bar.row)
+                trial = claim.trial if searching else None
+                state, score, facts = self.runner.run(spec, self.folder / place, trial, self.bar.row)
         except BaseException:
             study.release(claim)
             raise
-        study.settle(claim, ended.state, ended.score, {**ended.facts, "folder": str(place)})
+        study.settle(claim, state, score, {**facts, "folder": str(place)})
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> str:
     """Say in one line what a stage found."""
-    counts = {state: sum(one.state == state for one in outcomes) for state in ("complete", "pruned", "diverged")}
-    words = [f"{counts['complete']} complete"]
-    words += [f"{counts['pruned']} ended early"] if counts["pruned"] else []
-    words += [f"{counts['diverged']} diverged"] if counts["diverged"] else []
+    counts = protocol.count_states(outcomes)
+    words = f"{counts['complete']} complete"
+    words += f", {counts['pruned']} ended early" if counts["pruned"] else ""
+    words += f", {counts['diverged']} diverged" if counts["diverged"] else ""
     complete = [one for one in outcomes if one.score is not None]
     if not complete or complete[0].stage in _FINAL:  # of those, means over the seeds are what counts
-        return ", ".join(words)
+        return words
     best = max(complete, key=protocol.rank)
     score = score_words(best.score or 0.0, accuracies=protocol.are_accuracies(outcomes))
-    return f"{', '.join(words)}; best {describe_point(best.point)}: validation {score}"
+    return f"{words}; best {describe_point(best.point)}: validation {score}"

@@ -20,7 +20,7 @@ Value = float | int | str
 Point = dict[str, Value]
 Lists = dict[str, list[Value]]
 
-# Where each value goes in a recipe.
+# Where each value goes in a recipe; also the order in which values are always shown.
 PLACES: dict[str, tuple[str, str]] = {
     "lr": ("local", "lr"),
     "batch": ("local", "batch_size"),
@@ -37,10 +37,7 @@ _OTHER_NAMES = {"batch_size": "batch", "k": "K", "steps": "K", "local_steps": "K
 FINE = "beta_fine"
 
 # The paper's values, and those of the papers of FedProx and FedDyn.
-_LR = (0.05, 0.1, 0.2, 0.4)
-_STEPS = (1, 10, 20, 40)
-_EPOCHS = (1, 2, 4)
-_WEIGHT_DECAY = (0.001, 0.0001)
+_LR, _STEPS, _EPOCHS, _WEIGHT_DECAY = (0.05, 0.1, 0.2, 0.4), (1, 10, 20, 40), (1, 2, 4), (0.001, 0.0001)
 _OWN_VALUES = {"beta": (0.01, 0.1, 1.0, 5.0), "mu": (0.001, 0.01, 0.1, 1.0), "alpha": (0.001, 0.01, 0.1)}
 
 
@@ -102,14 +99,11 @@ def default_lists(spec: Spec) -> Lists:
 def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
     """Return the lists of a sweep: the defaults, over them the recipe's [sweep], over that the command line's.
 
-    Args:
-        spec: The recipe with the algorithm that is swept.
-        section: The recipe's [sweep] table; what its algorithm does not have is left out.
-        given: The command line's lists; what the algorithm does not have is a mistake.
+    What the spec's algorithm does not have is left out of the recipe's ``section``; in ``given`` it is a mistake.
     """
-    stated = {name: _distinct(getattr(section, name) or ()) for name in [*PLACES, FINE]}
+    stated = {name: _distinct(values) for name in [*PLACES, FINE] if (values := getattr(section, name))}
     lists = default_lists(spec)
-    for layer in ({name: values for name, values in stated.items() if values}, given):
+    for layer in (stated, given):
         if "K" in layer and "epochs" in layer:
             raise GradalignError("a sweep goes over K (local steps) or over epochs, not both")
         for name, other in (("K", "epochs"), ("epochs", "K")):
@@ -147,7 +141,6 @@ def combinations(lists: Mapping[str, Sequence[Value]]) -> list[Point]:
 
 
 def ordered(point: Mapping[str, Value]) -> Point:
-    """Return a point with its values in the order in which they are always shown."""
     return {name: point[name] for name in PLACES if name in point}
 
 
@@ -156,32 +149,21 @@ def fine_values(best: float, coarse: Sequence[float]) -> list[float]:
 
     At an end of the list the missing neighbour lies as far out as the other one lies in; values have two digits.
     """
-    below, above = _neighbours(best, sorted(coarse))
+    lower = max((value for value in coarse if 0 < value < best), default=None)
+    higher = min((value for value in coarse if value > best), default=None)
     if best == 0:
-        steps = [above / 10 ** (k / 3) for k in (3, 2, 1)]
+        steps = [(higher or 0.1) / 10 ** (k / 3) for k in (3, 2, 1)]
     else:
+        above = higher or best * (best / lower if lower else 10.0)
+        below = lower or best / (higher / best if higher else 10.0)
         steps = [best * (below / best) ** (k / 3) for k in (2, 1)] + [best * (above / best) ** (k / 3) for k in (1, 2)]
     return [value for value in dict.fromkeys(float(f"{step:.2g}") for step in steps) if value not in coarse]
 
 
-def _neighbours(best: float, values: Sequence[float]) -> tuple[float, float]:
-    lower = [value for value in values if 0 < value < best]
-    higher = [value for value in values if value > best]
-    if best == 0:
-        return 0.0, higher[0] if higher else 0.1
-    ratio = 10.0
-    above = higher[0] if higher else best * (best / lower[-1] if lower else ratio)
-    below = lower[-1] if lower else best / (higher[0] / best if higher else ratio)
-    return below, above
-
-
 def describe_point(point: Mapping[str, Value]) -> str:
-    """Return a point in words."""
     return ", ".join(f"{name} {shown(value)}" for name, value in point.items())
 
 
 def shown(value: Any) -> str:
     """Return a value as people write it."""
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{value:.6g}"
-    return str(value)
+    return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else str(value)

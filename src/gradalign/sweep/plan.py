@@ -30,20 +30,6 @@ _SCORES = 20  # validation scores in a trial: often enough that one lies near th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
-    """How a sweep stops trials and decides; None takes the recipe's [sweep] value, or the default."""
-
-    sampler: str = "grid"
-    trials: int | None = None
-    holdout: float | None = None
-    stop_after: float | None = None
-    margin: float | None = None
-    finalists: int | None = None
-    seeds: int | None = None
-    test_beta: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class SweepPlan:
     """A sweep, checked.
 
@@ -68,16 +54,13 @@ class SweepPlan:
 
     @property
     def name(self) -> str:
-        """The sweep's name, also that of its study."""
         return f"{self.spec(self.search.entry, {}).name}-{self.search.entry}"
 
     def spec(self, entry: str, point: Point, seed: int | None = None, *, test: bool = False) -> Spec:
-        """Return the experiment of one trial."""
         chosen = self.seed if seed is None else seed
         return trial_spec(self.recipe, entry, point, chosen, None if test else self.holdout)
 
     def entries(self) -> list[str]:
-        """Return the algorithms that are trained."""
         return [self.search.entry] + ([self.search.baseline] if self.search.baseline else [])
 
     def describe(self) -> dict[str, Any]:
@@ -106,10 +89,21 @@ def plain(data: Any) -> Any:
     return [plain(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-def plan_sweep(recipe: Recipe, algorithm: str | None, given: Lists, choices: Choices) -> SweepPlan:
-    """Decide everything and check it, so that no mistake shows itself after hours."""
+def plan_sweep(
+    recipe: Recipe,
+    algorithm: str | None,
+    given: Lists,
+    *,
+    sampler: str,
+    trials: int | None,
+    test_beta: bool,
+    **chosen: float | None,
+) -> SweepPlan:
+    """Decide everything and check it, so that no mistake shows itself after hours.
+
+    ``chosen`` says how trials are stopped and finalists decided; None takes the recipe's [sweep] value, or the default.
+    """
     defaults: dict[str, Any] = {"holdout": 0.1, "stop_after": 0.2, "margin": 0.2, "finalists": 3, "seeds": 3}
-    chosen = {name: getattr(choices, name) for name in defaults}
     try:
         SweepSpec.model_validate(chosen)
     except ValidationError as error:
@@ -123,9 +117,9 @@ def plan_sweep(recipe: Recipe, algorithm: str | None, given: Lists, choices: Cho
     lists = choose_lists(spec, recipe.sweep, given)
     plan = SweepPlan(
         recipe=recipe,
-        search=Search(entry=entry, baseline=baseline, lists=lists, trials=_trials(choices)),
+        search=Search(entry=entry, baseline=baseline, lists=lists, trials=_trials(sampler, trials)),
         seed=own.seed,
-        test_beta=choices.test_beta and baseline is not None,
+        test_beta=test_beta and baseline is not None,
         **defaults,
     )
     unused = unused_changes(recipe, plan.entries())
@@ -135,14 +129,12 @@ def plan_sweep(recipe: Recipe, algorithm: str | None, given: Lists, choices: Cho
     return plan
 
 
-def _trials(choices: Choices) -> int | None:
-    if choices.sampler not in ("grid", "tpe"):
-        raise GradalignError(f'--sampler must be grid or tpe, got "{choices.sampler}"')
-    if choices.sampler == "grid" and choices.trials is not None:
+def _trials(sampler: str, trials: int | None) -> int | None:
+    if sampler not in ("grid", "tpe"):
+        raise GradalignError(f'--sampler must be grid or tpe, got "{sampler}"')
+    if sampler == "grid" and trials is not None:
         raise GradalignError("--trials belongs to --sampler tpe; a grid has as many trials as it has combinations")
-    if choices.trials is not None and choices.trials < 1:
-        raise GradalignError(f"--trials must be at least 1, got {choices.trials}")
-    return None if choices.sampler == "grid" else choices.trials or _DEFAULT_TRIALS
+    return None if sampler == "grid" else trials or _DEFAULT_TRIALS
 
 
 def _check(plan: SweepPlan) -> None:
@@ -174,18 +166,8 @@ def trial_spec(recipe: Recipe, entry: str, point: Point, seed: int, holdout: flo
 
 
 def folder_name(slot: int, point: Point) -> str:
-    """Return a readable name for a trial's run folder."""
     words = "_".join(f"{name}{shown(value)}" for name, value in point.items())
     return safe_name(f"{slot:03d}_{words}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a run ended."""
-
-    state: State
-    score: float | None
-    facts: Mapping[str, Any]
 
 
 class TrialRunner:
@@ -195,14 +177,13 @@ class TrialRunner:
         self._options, self._stop_after = options, stop_after
         self._tasks: dict[str, Task] = {}
 
-    def _task(self, spec: Spec) -> Task:
-        key = repr((spec.seed, spec.task, spec.clients.holdout))
-        if key not in self._tasks:
-            self._tasks[key] = task_of(spec)
-        return self._tasks[key]
+    def run(
+        self, spec: Spec, folder: Path, trial: optuna.Trial | None, on_row: Callable[[Row], None]
+    ) -> tuple[State, float | None, dict[str, Any]]:
+        """Run a spec, or what its folder leaves to do; return how it ended, its score, and what else is worth a column.
 
-    def run(self, spec: Spec, folder: Path, trial: optuna.Trial | None, on_row: Callable[[Row], None]) -> Ended:
-        """Run a spec, or what its folder leaves to do; with a trial given, it may be ended early."""
+        With a trial given, it may be ended early.
+        """
         scored: Scored = "test" if spec.clients.holdout is None else "validation"
         threshold = self._stop_after * spec.rounds
         checked = trial is None
@@ -216,11 +197,14 @@ class TrialRunner:
                 if checked and trial is not None and trial.should_prune():
                     raise optuna.TrialPruned
 
+        key = repr((spec.seed, spec.task, spec.clients.holdout))
+        if key not in self._tasks:
+            self._tasks[key] = task_of(spec)
         state: State = "complete"
         try:
             name = f"{folder.parent.name}-{folder.name}"  # of the stage and the trial, for trackers
             options = replace(self._options, out=folder, resume=True, progress=False, name=name)
-            run_spec(spec, options, task=self._task(spec), on_row=note)
+            run_spec(spec, options, task=self._tasks[key], on_row=note)
         except DivergedError:
             state = "diverged"
         except optuna.TrialPruned:
@@ -228,8 +212,15 @@ class TrialRunner:
         rows = read_metrics(folder) if (folder / METRICS).exists() else []
         if not checked:  # the run was complete already, in a process that died before it could say so
             _report(trial, rows, threshold, spec.rounds, scored)
-        score = _score_of(rows[-1], scored) if state == "complete" else None
-        return Ended(state=state, score=score, facts=_facts(rows, scored, spec))
+        last: Row = next((row for row in reversed(rows) if _score_of(row, scored) is not None), {})
+        facts = {
+            f"{scored}_accuracy": last.get(f"{scored}_accuracy"),
+            f"{scored}_loss": last.get(f"{scored}_loss"),
+            "rounds_done": rows[-1]["round"] if rows else 0,
+            "rounds": spec.rounds,
+            "seconds": rows[-1]["seconds"] if rows else 0.0,
+        }
+        return state, _score_of(rows[-1], scored) if state == "complete" else None, facts
 
 
 def _score_of(row: Mapping[str, Any], scored: Scored) -> float | None:
@@ -248,15 +239,3 @@ def _report(trial: optuna.Trial | None, rows: list[Row], threshold: float, round
             trial.report(score, row["round"])
             return True
     return False
-
-
-def _facts(rows: list[Row], scored: Scored, spec: Spec) -> dict[str, Any]:
-    measured = [row for row in rows if _score_of(row, scored) is not None]
-    last = measured[-1] if measured else {}
-    return {
-        f"{scored}_accuracy": last.get(f"{scored}_accuracy"),
-        f"{scored}_loss": last.get(f"{scored}_loss"),
-        "rounds_done": rows[-1]["round"] if rows else 0,
-        "rounds": spec.rounds,
-        "seconds": rows[-1]["seconds"] if rows else 0.0,
-    }

@@ -21,8 +21,7 @@ from gradalign.recipes.build import algorithm_names
 from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_values, ordered
 
 State = Literal["complete", "pruned", "diverged", "running"]
-FINALISTS, TEST, TEST_BETA = "finalists", "test", "test-beta"
-"""The stages after the search."""
+FINALISTS, TEST, TEST_BETA = "finalists", "test", "test-beta"  # the stages after the search
 _WITHOUT_ALIGNMENT = {"fedga": "fedavg", "gradalign": "largebatchsgd"}
 
 
@@ -40,7 +39,6 @@ class Stage:
     trials: int | None = None
 
     def points(self) -> list[Point]:
-        """Return every combination of the stage's values."""
         return [ordered(self.fixed | point) for point in combinations(self.lists)]
 
 
@@ -87,7 +85,6 @@ class Found:
     tested_betas: list[Outcome]
 
     def all(self) -> list[Outcome]:
-        """Return every trial, in the order of the stages."""
         return [*self.baseline, *self.tuned, *self.validated, *self.tested, *self.tested_betas]
 
 
@@ -106,7 +103,6 @@ class Search:
 
     @property
     def others(self) -> Lists:
-        """The lists of everything but β."""
         return {name: values for name, values in self.lists.items() if name not in ("beta", FINE)}
 
     def sizes(self) -> list[tuple[str, str, int]]:
@@ -132,6 +128,11 @@ def baseline_of(algorithm: str) -> str | None:
     return "+".join([name for name in plain if name != "fedavg"] or ["fedavg"])
 
 
+def count_states(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """Return how many trials ended in each way."""
+    return {state: sum(one.state == state for one in outcomes) for state in ("complete", "pruned", "diverged")}
+
+
 def are_accuracies(outcomes: Sequence[Outcome]) -> bool:
     """Return whether the scores of a search are accuracies, or else minus losses."""
     return any(one.facts.get("validation_accuracy") is not None for one in outcomes)
@@ -144,12 +145,17 @@ def rank(outcome: Outcome) -> tuple[float, float]:
     return score, -math.inf if loss is None else -float(loss)
 
 
-def best_of(outcomes: Sequence[Outcome], what: str) -> Outcome:
-    """Return the best outcome; of equal ones the first tried."""
+def finalists_of(outcomes: Sequence[Outcome], count: int, what: str = "the sweep") -> list[Outcome]:
+    """Return the best trials, best first; of equal ones the first tried."""
     complete = [outcome for outcome in outcomes if outcome.score is not None]
     if not complete:
         raise GradalignError(f"no trial of {what} came to an end with a score; try lower lr or beta")
-    return max(complete, key=rank)  # max keeps the first of equals
+    return sorted(complete, key=rank, reverse=True)[:count]  # stable, also in reverse
+
+
+def best_of(outcomes: Sequence[Outcome], what: str) -> Outcome:
+    """Return the best outcome; of equal ones the first tried."""
+    return finalists_of(outcomes, 1, what)[0]
 
 
 def tune(search: Search, evaluate: Evaluate) -> tuple[list[Outcome], list[Outcome]]:
@@ -161,21 +167,13 @@ def tune(search: Search, evaluate: Evaluate) -> tuple[list[Outcome], list[Outcom
     coarse = [float(value) for value in search.lists["beta"]]
     found = evaluate(Stage(name="beta-coarse", entry=search.entry, lists={"beta": coarse}, fixed=transferred), [])
     best = float(best_of(found, "the coarse search for beta").point["beta"])
-    fine = search.lists.get(FINE) or fine_values(best, coarse)
-    fine = [value for value in fine if value not in coarse]
+    fine = [value for value in search.lists.get(FINE) or fine_values(best, coarse) if value not in coarse]
     if fine:
         stage = Stage(name="beta-fine", entry=search.entry, lists={"beta": fine}, fixed=transferred)
         found = found + evaluate(stage, found)
     beta = best_of(found, "the search for beta").point["beta"]
     rest = Stage(name="others", entry=search.entry, lists=search.others, fixed={"beta": beta}, trials=search.trials)
     return found + evaluate(rest, found), before
-
-
-def finalists_of(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
-    """Return the best trials, best first."""
-    best_of(outcomes, "the sweep")
-    complete = [outcome for outcome in outcomes if outcome.score is not None]
-    return sorted(complete, key=rank, reverse=True)[:count]  # stable, also in reverse: the first of equals first
 
 
 def clearly_below(score: float, others: Iterable[float], margin: float) -> bool:
@@ -190,22 +188,17 @@ def clearly_below(score: float, others: Iterable[float], margin: float) -> bool:
 class BelowBestPruner(BasePruner):
     """Ends a trial whose last report is clearly below the best report of any trial at the same round.
 
-    Args:
-        margin: What "clearly" means, see ``clearly_below``.
-        earlier: Reports of the same algorithm in earlier stages, as (round, score).
+    ``earlier`` has reports of the same algorithm in earlier stages, as (round, score).
     """
 
     def __init__(self, margin: float, earlier: Iterable[tuple[int, float]] = ()) -> None:
-        self.margin = margin
-        self.earlier = list(earlier)
+        self.margin, self.earlier = margin, list(earlier)
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        """Return whether the trial ends here."""
         step = trial.last_step
         if step is None:
             return False
         others = [score for round_index, score in self.earlier if round_index == step]
-        for other in study.get_trials(deepcopy=False):
-            if other.number != trial.number and step in other.intermediate_values:
-                others.append(other.intermediate_values[step])
+        known = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
+        others += [other.intermediate_values[step] for other in known if step in other.intermediate_values]
         return clearly_below(trial.intermediate_values[step], others, self.margin)

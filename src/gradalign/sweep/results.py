@@ -6,21 +6,22 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from gradalign.compare import spread
 from gradalign.recipes import merge
 from gradalign.recipes.scale import describe_scale
-from gradalign.report.figures import COLOURS
-from gradalign.runs import SUMMARY, write_atomically, write_json, write_toml, write_whole
+from gradalign.report.figures import COLOURS, STYLE, save, tidy
+from gradalign.runs import SUMMARY, write_json, write_toml, write_whole
 from gradalign.server.summary import versions
-from gradalign.sweep.grid import Point, apply_point, describe_point, ordered, shown
+from gradalign.sweep.grid import PLACES, Point, apply_point, describe_point, shown
 from gradalign.sweep.plan import SweepPlan, plain
-from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, Found, Outcome, are_accuracies, best_of, rank
+from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, Found, Outcome, are_accuracies, best_of, count_states
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,9 +30,9 @@ TABLE, BEST, BETA, VALUES = "trials.csv", "best.toml", "beta.png", "values.png"
 _FACTS = ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss", "rounds_done", "rounds", "seconds")
 
 
-def trials_table(outcomes: Sequence[Outcome], lists: Iterable[str]) -> str:
+def _trials_table(outcomes: Sequence[Outcome], lists: Collection[str]) -> str:
     """Return all trials as CSV: stage, values, how each ended, what it reached, what it cost."""
-    names = list(ordered(dict.fromkeys(lists, 0)))
+    names = [name for name in PLACES if name in lists]
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["stage", "trial", "algorithm", "seed", *names, "state", *_FACTS, "folder", "worker"])
@@ -49,8 +50,7 @@ class TrialsFile:
         self._path, self._lists, self._before = folder / TABLE, plan.search.lists, ""
 
     def write(self, outcomes: Sequence[Outcome]) -> None:
-        """Write all trials known so far."""
-        text = trials_table(outcomes, self._lists)
+        text = _trials_table(outcomes, self._lists)
         if text != self._before:
             write_whole(self._path, text)
             self._before = text
@@ -64,7 +64,7 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     ranks: list[tuple[bool, float]] = []
-    accuracies = are_accuracies(found.tuned)
+    name, sign = ("validation_accuracy", 1) if are_accuracies(found.tuned) else ("validation_loss", -1)
     for first in found.finalists:
         runs = [one for one in found.tested if one.point == first.point]
         again = [one for one in found.validated if one.point == first.point]
@@ -72,9 +72,7 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
         rows.append(
             {
                 "values": first.point,
-                "validation_accuracy" if accuracies else "validation_loss": spread(
-                    [score if accuracies else -score for score in scores]
-                ),
+                name: spread([sign * score for score in scores]),
                 "test_accuracy": spread(_known(runs, "test_accuracy")),
                 "test_loss": spread(_known(runs, "test_loss")),
                 "diverged": sum(one.state == "diverged" for one in (*again, *runs)),
@@ -92,7 +90,6 @@ def _known(outcomes: Sequence[Outcome], name: str) -> list[float]:
 
 
 def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
-    """Return what summary.json says."""
     stages: dict[str, list[Outcome]] = {}
     for one in found.all():
         stages.setdefault(one.stage, []).append(one)
@@ -115,20 +112,20 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
 
 
 def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    complete = [one for one in outcomes if one.score is not None and name not in (FINALISTS, TEST, TEST_BETA)]
-    best = max(complete, key=rank) if complete else None
+    searched = name not in (FINALISTS, TEST, TEST_BETA) and any(one.score is not None for one in outcomes)
+    best = best_of(outcomes, name) if searched else None
     return {
         "name": name,
         "algorithm": outcomes[0].entry,
         "trials": len(outcomes),
-        **{state: sum(one.state == state for one in outcomes) for state in ("complete", "pruned", "diverged")},
-        "varied": list(ordered({key: 0 for one in outcomes for key in one.point if _varies(key, outcomes)})),
+        **count_states(outcomes),
+        "varied": [name for name in PLACES if _varies(name, outcomes)],
         "seconds": round(sum(float(one.facts.get("seconds") or 0.0) for one in outcomes), 3),
         "best": None if best is None else {"values": best.point, "score": best.score},
     }
 
 
-def _varies(name: str, outcomes: Sequence[Outcome]) -> bool:
+def _varies(name: str, outcomes: Iterable[Outcome]) -> bool:
     return len({one.point.get(name) for one in outcomes}) > 1
 
 
@@ -150,11 +147,12 @@ def write_results(folder: Path, plan: SweepPlan, found: Found) -> dict[str, Any]
     """Write best.toml, trials.csv, the pictures and, last, summary.json; return the summary."""
     summary = summarise_sweep(plan, found)
     TrialsFile(folder, plan).write(found.all())
-    baseline: Mapping[str, Any] | None = summary["baseline_best"]
-    write_toml(folder / BEST, best_recipe(plan, summary["best"], dict(baseline["values"]) if baseline else None))
-    if plan.search.baseline is not None:
-        _draw_beta(folder, plan, found, summary)
-    _draw_values(folder, plan, found)
+    baseline = summary["baseline_best"]
+    write_toml(folder / BEST, best_recipe(plan, summary["best"], baseline["values"] if baseline else None))
+    with matplotlib.rc_context(STYLE):
+        if plan.search.baseline is not None:
+            _draw_beta(folder, plan, found, summary)
+        _draw_values(folder, plan, found)
     write_json(folder / SUMMARY, summary)
     return summary
 
@@ -162,19 +160,8 @@ def write_results(folder: Path, plan: SweepPlan, found: Found) -> dict[str, Any]
 # Pictures
 
 
-def _save(figure: Figure, path: Path) -> None:
-    write_atomically(path, lambda file: figure.savefig(file, dpi=150, format="png"))
-
-
 def _height(score: float | None, accuracies: bool) -> float:
     return 100 * (score or 0.0) if accuracies else -(score or 0.0)
-
-
-def _tidy(axes: Axes, label: str) -> None:
-    axes.set_ylabel(label)
-    axes.grid(visible=True, alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _scale(axes: Axes, values: Sequence[float]) -> None:
@@ -186,7 +173,8 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
         axes.set_xscale("log")
     else:
         axes.set_xscale("symlog", linthresh=min(positive) / 2)
-    axes.set_xticks(sorted(set(values)), [shown(value) for value in sorted(set(values))], rotation=45, fontsize=8)
+    ticks = sorted(set(values))
+    axes.set_xticks(ticks, [shown(value) for value in ticks], rotation=45, fontsize=8)
     axes.minorticks_off()
 
 
@@ -194,18 +182,15 @@ def _draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, A
     """Draw validation accuracy over β with all else fixed, and the finalists' test accuracy where they have it."""
     searched = [one for one in found.tuned if one.stage in ("beta-coarse", "beta-fine")]
     accuracies = are_accuracies(searched)
-    scored = sorted((one for one in searched if one.score is not None), key=lambda one: float(one.point["beta"]))
+    scored = [one for one in searched if one.score is not None]
     if not scored:
         return
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    betas = [float(one.point["beta"]) for one in scored]
-    heights = [_height(one.score, accuracies) for one in scored]
-    axes.plot(betas, heights, color=COLOURS[0], linewidth=1.2, label="validation, one seed")
-    for stage, marker, filled in (("beta-coarse", "o", COLOURS[0]), ("beta-fine", "s", "white")):
-        own = [(beta, y) for one, beta, y in zip(scored, betas, heights, strict=True) if one.stage == stage]
-        xs, ys = [beta for beta, _ in own], [y for _, y in own]
-        axes.plot(xs, ys, marker, color=COLOURS[0], markerfacecolor=filled, label=f"  {stage.removeprefix('beta-')}")
+    axes.plot(*_line(scored, accuracies), color=COLOURS[0], linewidth=1.2, label="validation, one seed")
+    for stage, marker, filled in (("coarse", "o", COLOURS[0]), ("fine", "s", "white")):
+        own = _line([one for one in scored if one.stage == f"beta-{stage}"], accuracies)
+        axes.plot(*own, marker, color=COLOURS[0], markerfacecolor=filled, label=f"  {stage}")
     ended = [float(one.point["beta"]) for one in searched if one.score is None]
     if ended:
         low: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
@@ -214,47 +199,37 @@ def _draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, A
         level = _height(summary["baseline_best"]["validation_score"], accuracies)
         label = f"validation, tuned {plan.search.baseline}"
         axes.axhline(level, color=COLOURS[6], linestyle="--", linewidth=1, label=label)
-    _draw_tested(axes, found, accuracies)
-    all_betas = betas + ended + _draw_finalists(axes, summary, accuracies)
-    _scale(axes, all_betas)
-    axes.set_xlabel("β")
-    _tidy(axes, "accuracy, %" if accuracies else "loss")
+    tested = [one for one in found.tested_betas if one.score is not None]
+    if tested:  # the paper's figure
+        axes.plot(*_line(tested, accuracies), "^-", color=COLOURS[2], linewidth=1.2, label="test, one seed")
+    betas = [float(one.point["beta"]) for one in searched]
+    _scale(axes, betas + _draw_finalists(axes, summary, accuracies))
+    tidy(axes, "β", "accuracy, %" if accuracies else "loss")
     fixed = {name: value for name, value in scored[0].point.items() if name != "beta"}
     axes.set_title(f"{plan.name}: {describe_point(fixed)}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    _save(figure, folder / BETA)
+    save(figure, folder / BETA)
 
 
-def _draw_tested(axes: Axes, found: Found, accuracies: bool) -> None:
-    """Draw the test accuracy of every β of the search, where it was asked for: the paper's figure."""
-    known = sorted((float(one.point["beta"]), one.score) for one in found.tested_betas if one.score is not None)
-    if known:
-        heights = [_height(score, accuracies) for _, score in known]
-        axes.plot([beta for beta, _ in known], heights, "^-", color=COLOURS[2], linewidth=1.2, label="test, one seed")
+def _line(outcomes: Iterable[Outcome], accuracies: bool) -> tuple[list[float], list[float]]:
+    """Return the β of trials in ascending order, and their heights."""
+    points = sorted((float(one.point["beta"]), _height(one.score, accuracies)) for one in outcomes)
+    return [beta for beta, _ in points], [height for _, height in points]
 
 
 def _draw_finalists(axes: Axes, summary: dict[str, Any], accuracies: bool) -> list[float]:
     """Draw the finalists' test results, mean and standard deviation over the seeds; return their β."""
     what, scale = ("test_accuracy", 100) if accuracies else ("test_loss", 1)
     seeds = len(summary["seeds"])
-    rows = [row for row in summary["finalists"] if row[what] is not None]
     label = f"finalists on the test set, {seeds} seed{'s' if seeds > 1 else ''}, other values tuned too"
     drawn: list[float] = []
-    for row in rows:
+    for row in [row for row in summary["finalists"] if row[what] is not None]:
         beta = float(row["values"]["beta"])
         beside = 1.0 + 0.06 * drawn.count(beta)  # finalists often share their β: side by side
+        mean, deviation = scale * row[what]["mean"], scale * (row[what]["std"] or 0.0)
+        fill: Any = {"markerfacecolor": COLOURS[1] if row["chosen"] else "white", "label": None if drawn else label}
+        axes.errorbar(beta * beside, mean, deviation, fmt="D", color=COLOURS[1], capsize=3, **fill)
         drawn.append(beta)
-        deviation = scale * (row[what]["std"] or 0.0)
-        axes.errorbar(
-            [beta * beside],
-            [scale * row[what]["mean"]],
-            yerr=[deviation],
-            fmt="D",
-            color=COLOURS[1],
-            markerfacecolor=COLOURS[1] if row["chosen"] else "white",
-            capsize=3,
-            label=label if row is rows[0] else None,
-        )
     return drawn
 
 
@@ -262,7 +237,7 @@ def _draw_values(folder: Path, plan: SweepPlan, found: Found) -> None:
     """Draw a panel for each varied value: every complete trial of the algorithm, and the best at each value."""
     outcomes = [one for one in found.tuned if one.score is not None]
     accuracies = are_accuracies(outcomes)
-    names = [name for name in plan.search.lists if len({one.point.get(name) for one in outcomes}) > 1]
+    names = [name for name in plan.search.lists if _varies(name, outcomes)]
     if not names:
         return
     rows = (len(names) + 2) // 3
@@ -273,7 +248,7 @@ def _draw_values(folder: Path, plan: SweepPlan, found: Found) -> None:
     for axes in grid.flat[len(names) :]:
         axes.set_visible(False)
     figure.suptitle(f"{plan.name}: trials of the search, and the best at each value", fontsize=10)
-    _save(figure, folder / VALUES)
+    save(figure, folder / VALUES)
 
 
 def _draw_value(axes: Axes, name: str, outcomes: Sequence[Outcome], accuracies: bool) -> None:
@@ -294,5 +269,5 @@ def _draw_value(axes: Axes, name: str, outcomes: Sequence[Outcome], accuracies: 
         axes.set_xscale("log" if min(numbers) > 0 else "linear")
     else:
         axes.set_xticks(range(len(values)), [shown(value) for value in values])
-    axes.set_xlabel({"beta": "β", "batch": "batch size", "weight_decay": "weight decay"}.get(name, name))
-    _tidy(axes, "validation accuracy, %" if accuracies else "validation loss")
+    label = {"beta": "β", "batch": "batch size", "weight_decay": "weight decay"}.get(name, name)
+    tidy(axes, label, "validation accuracy, %" if accuracies else "validation loss")

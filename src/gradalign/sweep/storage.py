@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import tomli_w
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
@@ -22,10 +21,9 @@ from optuna.study import StudyDirection
 from sqlalchemy.exc import DatabaseError
 
 from gradalign.errors import FolderInUseError, GradalignError
-from gradalign.runs import COMPARISON, SPEC, SWEEP, differing_fields, not_written, write_toml
+from gradalign.runs import COMPARISON, SPEC, SWEEP, as_toml, differing_fields, not_written, write_whole
 from gradalign.runs.folder import locked, refuse_strangers
-from gradalign.runs.untrusted import is_file, is_there
-from gradalign.runs.untrusted import read_table as read_toml
+from gradalign.runs.untrusted import is_file, is_there, read_table
 
 JOURNAL, _FORMER = "study.journal", "study.db"
 _BEAT_SECONDS, _GRACE_SECONDS = 15, 120
@@ -37,11 +35,8 @@ _DESCRIPTION = "gradalign_sweep"
 def opened(folder: Path, url: str | None, study: str, description: Mapping[str, Any]) -> Iterator[BaseStorage]:
     """Open a sweep's folder and its storage, or say in one sentence why they cannot be used.
 
-    Args:
-        folder: Where everything goes; processes that share it share its journal.
-        url: A database instead of the journal, for many machines.
-        study: The sweep's name in the database.
-        description: What is swept; a folder or a database that holds something else is refused.
+    Processes that share the folder share its journal; ``url`` names a database instead, for many machines, in which the
+    sweep is called ``study``. A folder or a database that holds another ``description`` is refused.
     """
     with ExitStack() as held:
         database = None
@@ -62,16 +57,16 @@ def opened(folder: Path, url: str | None, study: str, description: Mapping[str, 
 
 def _open_folder(folder: Path, description: Mapping[str, Any]) -> None:
     """Make the sweep's folder, or see that it holds this very sweep; several processes may do so at once."""
-    mine = tomllib.loads(tomli_w.dumps(dict(description)))
+    text = as_toml(description)
     with locked_in_turn(folder, 10.0):
         if (folder / SWEEP).exists():
-            _check_folder(folder, mine)
+            _check_folder(folder, tomllib.loads(text))
             return
         for file, what in ((SPEC, "a single run"), (COMPARISON, "a comparison")):
             if (folder / file).exists():
                 raise GradalignError(f"{folder} holds {what}, not a sweep; choose another --out")
         refuse_strangers(folder, set())
-        write_toml(folder / SWEEP, mine)
+        write_whole(folder / SWEEP, text)
 
 
 @contextmanager
@@ -91,7 +86,7 @@ def locked_in_turn(folder: Path, seconds: float) -> Iterator[None]:
 
 
 def _check_folder(folder: Path, mine: Mapping[str, Any]) -> None:
-    there = read_toml(folder / SWEEP)
+    there = read_table(folder / SWEEP)
     if there.get("storage") == _FORMER and mine["storage"] == JOURNAL:
         raise GradalignError(
             f"the sweep in {folder} was begun by an earlier version; its trials' runs are kept, "
@@ -114,7 +109,6 @@ class _Journal(JournalFileBackend):
         self._path = path
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write lines to the end."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         try:
             with self._path.open("r+b") as file:
@@ -131,7 +125,6 @@ class _Journal(JournalFileBackend):
 
 
 def open_journal(folder: Path) -> JournalStorage:
-    """Open the journal of a sweep's folder."""
     _hush()
     path = folder.resolve() / JOURNAL
     if is_there(path) and not is_file(path):

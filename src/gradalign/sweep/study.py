@@ -25,6 +25,7 @@ from typing import Any
 import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.pruners import BasePruner
 from optuna.samplers import TPESampler
 from optuna.storages import BaseStorage, RDBStorage, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -34,10 +35,10 @@ from gradalign.runs import SWEEP_WORKERS
 from gradalign.runs.folder import is_held, locked
 from gradalign.seeding import Purpose, stream_seed
 from gradalign.sweep.grid import Point, Value, ordered
-from gradalign.sweep.protocol import Outcome, State
+from gradalign.sweep.protocol import Outcome, Stage, State
 
+# How long a trial may run without its process's name, which is written the moment after it was taken.
 _SIGNING_SECONDS = 5.0
-"""How long a trial may run without its process's name, which is written the moment after it was taken."""
 _ENDS: dict[State, TrialState] = {
     "complete": TrialState.COMPLETE,
     "pruned": TrialState.PRUNED,
@@ -75,7 +76,6 @@ class Job:
 
     @property
     def key(self) -> str:
-        """What makes two jobs the same."""
         return f"slot {self.slot}" if self.point is None else json.dumps([self.point, self.seed], sort_keys=True)
 
 
@@ -89,26 +89,15 @@ class ClaimedTrial:
 
 
 class StageStudy:
-    """One stage's study."""
-
     def __init__(
-        self,
-        storage: BaseStorage,
-        study: str,
-        worker: Worker,
-        *,
-        lists: Mapping[str, Sequence[Value]],
-        fixed: Point,
-        pruner: optuna.pruners.BasePruner,
-        seed: int,
+        self, storage: BaseStorage, study: str, worker: Worker, stage: Stage, pruner: BasePruner, seed: int
     ) -> None:
-        self._storage, self._worker, self._seed = storage, worker, seed
-        self._lists, self._fixed, self._pruner = lists, fixed, pruner
+        self._storage, self._worker, self._stage, self._pruner, self._seed = storage, worker, stage, pruner, seed
         self._study = optuna.create_study(storage=storage, study_name=study, direction="maximize", load_if_exists=True)
         self._id = storage.get_study_id_from_name(study)
         self._unsigned: dict[int, float] = {}
 
-    def trials(self) -> dict[str, FrozenTrial]:
+    def _trials(self) -> dict[str, FrozenTrial]:
         """Return the trial that counts for each job: of those that did not fail, the one with the lowest number."""
         found: dict[str, FrozenTrial] = {}
         for trial in sorted(self._storage.get_all_trials(self._id, deepcopy=False), key=lambda one: one.number):
@@ -120,11 +109,11 @@ class StageStudy:
     def claim(self, jobs: Sequence[Job]) -> ClaimedTrial | None:
         """Take the first job that nobody has; None when all are taken or done."""
         self._fail_the_dead()
-        known = self.trials()
+        known = self._trials()
         missing = [job for job in jobs if job.key not in known]
         for job in missing:
             self._storage.create_new_trial(self._id, self._waiting(job))
-        known = self.trials() if missing else known  # another process may have been first
+        known = self._trials() if missing else known  # another process may have been first
         for job in jobs:
             trial = known.get(job.key)
             if trial is not None and trial.state == TrialState.WAITING and self._take(trial._trial_id):
@@ -135,11 +124,10 @@ class StageStudy:
         attributes: dict[str, Any] = {"key": job.key, "slot": job.slot, "seed": job.seed}
         if job.point is None:
             return create_trial(state=TrialState.WAITING, user_attrs=attributes)
-        varied = {name: job.point[name] for name in self._lists}
         return create_trial(
             state=TrialState.WAITING,
-            params=varied,
-            distributions={name: CategoricalDistribution(tuple(self._lists[name])) for name in varied},
+            params={name: job.point[name] for name in self._stage.lists},
+            distributions={name: CategoricalDistribution(tuple(own)) for name, own in self._stage.lists.items()},
             user_attrs=attributes | {"point": job.point},
         )
 
@@ -155,19 +143,18 @@ class StageStudy:
 
     def _begin(self, job: Job, number: int) -> ClaimedTrial:
         # A sampler for each slot: what it draws depends on the trials before it, not on who asks or restarts.
-        seed = stream_seed(self._seed, Purpose.SWEEP, job.slot) % 2**32
-        sampler = TPESampler(seed=seed, constant_liar=True)
+        sampler = TPESampler(seed=stream_seed(self._seed, Purpose.SWEEP, job.slot) % 2**32, constant_liar=True)
         # And a study object: it shows its sampler the trials as they were at its first draw.
         study = optuna.load_study(
             storage=self._storage, study_name=self._study.study_name, sampler=sampler, pruner=self._pruner
         )
         study.get_trials(deepcopy=False)  # lets its cache know of the new trial
         trial = optuna.Trial(study, number)
-        if job.point is not None:
-            return ClaimedTrial(job=job, point=job.point, trial=trial)
-        suggested = {name: _suggested(trial, name, values) for name, values in self._lists.items()}
-        point = ordered(self._fixed | suggested)
-        trial.set_user_attr("point", point)
+        point = job.point
+        if point is None:
+            suggested = {name: _suggested(trial, name, values) for name, values in self._stage.lists.items()}
+            point = ordered(self._stage.fixed | suggested)
+            trial.set_user_attr("point", point)
         return ClaimedTrial(job=job, point=point, trial=trial)
 
     def settle(self, claim: ClaimedTrial, state: State, score: float | None, facts: Mapping[str, Any]) -> None:
@@ -184,11 +171,11 @@ class StageStudy:
         with suppress(UpdateFinishedTrialError, StorageInternalError, NotWrittenError):
             self._storage.set_trial_state_values(claim.trial._trial_id, TrialState.FAIL)
 
-    def outcomes(self, jobs: Sequence[Job], stage: str, entry: str) -> list[Outcome]:
+    def outcomes(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Return what is known of the jobs that were begun, in their order."""
-        known = self.trials()
-        begun = [known[job.key] for job in jobs if job.key in known and known[job.key].state != TrialState.WAITING]
-        return [_outcome(trial, stage, entry) for trial in begun]
+        known = self._trials()
+        trials = [known[job.key] for job in jobs if job.key in known]
+        return [_outcome(trial, self._stage) for trial in trials if trial.state != TrialState.WAITING]
 
     @contextmanager
     def beating(self, claim: ClaimedTrial) -> Iterator[None]:
@@ -238,18 +225,17 @@ def _suggested(trial: optuna.Trial, name: str, values: Sequence[Value]) -> Value
     return trial.suggest_float(name, float(min(numbers)), float(max(numbers)), log=True)
 
 
-def _outcome(trial: FrozenTrial, stage: str, entry: str) -> Outcome:
+def _outcome(trial: FrozenTrial, stage: Stage) -> Outcome:
     attributes = trial.user_attrs
-    reports = sorted(trial.intermediate_values.items())
     ends: dict[TrialState, State] = {end: state for state, end in _ENDS.items()}
     return Outcome(
-        stage=stage,
+        stage=stage.name,
         slot=attributes["slot"],
-        entry=entry,
+        entry=stage.entry,
         seed=attributes["seed"],
         point=attributes.get("point", {}),
         state=ends.get(trial.state, "running"),
         score=trial.value if trial.state == TrialState.COMPLETE else None,
-        check=reports[0] if reports else None,
+        check=min(trial.intermediate_values.items(), default=None),
         facts={"trial": trial.number, "worker": attributes.get("worker", ""), **attributes.get("facts", {})},
     )

@@ -64,16 +64,6 @@ def rounds_bar(rounds: int, label: str = "") -> Iterator[Callable[[str, Mapping[
         yield tick
 
 
-@contextmanager
-def comparison_bar(planned: Sequence[Any], *, show: bool) -> Iterator[Callable[[Any, Mapping[str, Any]], None]]:
-    """Show a comparison's rounds in one bar."""
-    if not show:
-        yield lambda one, row: None
-        return
-    with rounds_bar(sum(one.spec.rounds for one in planned)) as tick:
-        yield lambda one, row: tick(f"{one.entry}, seed {one.seed}", row)
-
-
 class SweepBar:
     """Counts rounds over all stages. Trials that end early, or that others do, count whole: they need no more time."""
 

@@ -30,7 +30,6 @@ class Followed:
     """One run, as far as its folder tells.
 
     Attributes:
-        folder: The run folder.
         entry: What its curve is called: the algorithm's name in a comparison.
         group: Runs of one group share a colour: the seeds of an algorithm, the trials of a sweep's stage.
         state: starting, running, complete, failed (``reason`` says why), stopped, planned or unreadable.
@@ -50,7 +49,6 @@ class Followed:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows that are there."""
         return self.tail.rows
 
     @property
@@ -60,7 +58,6 @@ class Followed:
 
     @property
     def round(self) -> int:
-        """How many rounds are done."""
         return int(self.rows[-1]["round"]) if self.rows else 0
 
     @property
@@ -131,16 +128,13 @@ class Watched:
         """Look for new runs, then at each run; raise when the folder holds something else."""
         if self.folder.exists() and not self.folder.is_dir():
             raise GradalignError(f"{self.folder} is a file; watch takes a run's folder, or a comparison's")
-        self.has_writer = is_held(self.folder) or self._has_workers()
+        workers = self.folder / SWEEP_WORKERS
+        self.has_writer = is_held(self.folder) or (workers.is_dir() and any(map(is_held, workers.iterdir())))
         self._find()
         for run in self.runs:
             run.poll()
         if self.kind == "run" and self.runs[0].state == "unreadable":
             raise GradalignError(f"{self.folder} is not a run folder: {self.runs[0].reason}")
-
-    def _has_workers(self) -> bool:
-        workers = self.folder / SWEEP_WORKERS
-        return workers.is_dir() and any(is_held(worker) for worker in workers.iterdir())
 
     def _find(self) -> None:
         known = {run.folder for run in self.runs}
@@ -151,25 +145,23 @@ class Watched:
             self.kind = "comparison"
             self.runs += [run for run in _planned(self.folder) if run.folder not in known]
         else:
-            found = sorted(_runs_below(self.folder, _DEEPEST)) if self.folder.is_dir() else []
+            is_folder = self.folder.is_dir()
+            found = sorted(_runs_below(self.folder, _DEEPEST)) if is_folder else []
             self.runs += [self._found(path) for path in found if path not in known]
             self.kind = "sweep" if is_there(self.folder / SWEEP) else "folder" if self.runs else "nothing"
-            if self.kind == "nothing" and self.folder.is_dir() and not self.has_writer:
-                self._refuse_strangers()
+            there = os.listdir(self.folder) if self.kind == "nothing" and not self.has_writer and is_folder else []
+            strangers = sorted(name for name in there if not name.startswith("."))
+            if strangers:
+                raise GradalignError(
+                    f"{self.folder} holds no run: no {SPEC}, {COMPARISON} or {SWEEP} is in it or below it "
+                    f"(it has {strangers[0]})"
+                )
 
     def _found(self, folder: Path) -> Followed:
         name = folder.relative_to(self.folder)
         if name.parts[0] == TRIALS and len(name.parts) > 2:
             return Followed(folder, entry="/".join(name.parts[1:]), group=name.parts[1])
         return Followed(folder, entry=re.sub(r"[/_-]seed\d+$", "", str(name)))
-
-    def _refuse_strangers(self) -> None:
-        strangers = sorted(entry.name for entry in self.folder.iterdir() if not entry.name.startswith("."))
-        if strangers:
-            raise GradalignError(
-                f"{self.folder} holds no run: no {SPEC}, {COMPARISON} or {SWEEP} is in it or below it "
-                f"(it has {strangers[0]})"
-            )
 
     @property
     def at_work(self) -> bool:

@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ _PANELS = (
     ("drift", "drift of the first client"),
     ("train_loss", "training loss"),
 )
-_LOG = ("test_loss", "validation_loss", "train_loss", "r", "drift")
 _STATES = {"running": "green", "complete": "bold green", "failed": "bold red", "stopped": "bold red"}
 _RECENT = 20  # rounds from which the pace is told
 _LOWEST = 7  # rows that a plot needs to be of use
@@ -84,7 +84,6 @@ def _best(run: Followed) -> float:
 
 
 def _numbers(run: Followed) -> str:
-    """Return the newest numbers of a run."""
     words = []
     for kind, before in (("test", ""), ("validation", "validation ")):
         accuracies, losses = _values(run, f"{kind}_accuracy"), _values(run, f"{kind}_loss")
@@ -116,19 +115,18 @@ class Frame:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         height = (options.height or console.height - 1) if self.full_height else 30
-        braille = not options.ascii_only
-        for line in self.lines(width, height, braille=braille)[:height]:
+        for line in self.lines(width, height, braille=not options.ascii_only)[:height]:
             if self.full_height:
                 line.truncate(width)
             yield line
 
     def lines(self, width: int, height: int, *, braille: bool = True) -> list[Text]:
         """Return the frame's lines: a header, the plots, the legend with each run's numbers."""
-        runs = self.watched.runs
-        if not runs:
+        if not self.watched.runs:
             return [Text(shown_text(f"waiting for a run in {self.watched.folder} …"))]
         header = self._header(width)[: max(2, height // 3)]
-        styles = self._styles()
+        groups = dict.fromkeys(run.group for run in self.watched.runs)
+        styles = dict(zip(groups, cycle(COLOURS), strict=False))
         room = max(2, 2 * (height - len(header)) // 5)  # the pictures are what one comes for
         legend = self._legend(styles, room, width, braille=braille)
         return header + self._plots(styles, width, height - len(header) - len(legend), braille) + legend
@@ -153,27 +151,21 @@ class Frame:
             notes = [line for note in notes for line in textwrap.wrap(note, width, break_on_hyphens=False)]
         return [title, *(Text(note, style="red") for note in notes)]
 
-    def _styles(self) -> dict[str, str]:
-        groups = list(dict.fromkeys(run.group for run in self.watched.runs))
-        return {group: COLOURS[number % len(COLOURS)] for number, group in enumerate(groups)}
-
     def _legend(self, styles: dict[str, str], room: int, width: int, *, braille: bool) -> list[Text]:
         """Return a line for each run; when not all fit, those at work, then those in trouble, then the best."""
-        runs = self.watched.runs
-        shown = list(runs)
+        runs = shown = self.watched.runs
         if len(runs) > room:
             first = ("running", "starting") + (() if self.watched.kind == "sweep" else ("failed", "stopped"))
             shown = sorted(runs, key=lambda run: (first.index(run.state) if run.state in first else 9, -_best(run)))
             shown = shown[: room - 1]
-        most = max(12, 2 * width // 5)
-        names = [_middle_cut(run.label, most) for run in shown]
+        names = [_middle_cut(run.label, max(12, 2 * width // 5)) for run in shown]
         name_width = max(len(name) for name in names)
         lines, alone = [], self.watched.kind == "run"
+        ends_trials = self.watched.kind == "sweep" and (self.watched.at_work or self.watched.ended)
         for run, name in zip(shown, names, strict=True):
             line = Text("━━ " if braille else "-- ", style=styles[run.group])
             line.append(f"{name:<{name_width}}  ", style="default")
-            going_on = self.watched.at_work or self.watched.ended
-            early = run.state == "stopped" and self.watched.kind == "sweep" and going_on
+            early = run.state == "stopped" and ends_trials
             style = "dim" if early else _STATES.get(run.state, "dim")
             line.append("ended early" if early else run.state, style=style)
             words = [_progress(run)] if alone else [_progress(run), _numbers(run)]
@@ -191,27 +183,22 @@ class Frame:
         columns = 2 if width >= 100 and len(panels) > 1 else 1
         panels = panels[: max(1, height // _LOWEST) * columns][: 4 if columns == 2 else 3]
         rows = -(-len(panels) // columns)
-        each, across = max(height // rows, 4), width // columns - (columns - 1)
-        lines: list[Text] = []
-        for start in range(0, len(panels), columns):
-            drawn = [self._plot(panel, styles, across, each, braille) for panel in panels[start : start + columns]]
-            lines += [_beside(parts, across) for parts in zip(*drawn, strict=True)]
-        return lines
-
-    def _plot(
-        self, panel: tuple[str, str], styles: dict[str, str], width: int, height: int, braille: bool
-    ) -> list[Text]:
-        column, title = panel
-        return plot(
-            f"{title}, by round",
-            [Curve(_points(run, column), styles[run.group]) for run in self.watched.runs],
-            width=width,
-            height=height,
-            x_end=max(run.rounds for run in self.watched.runs),
-            log=column in _LOG,
-            percent=column.endswith("accuracy"),
-            braille=braille,
-        )
+        across = width // columns - (columns - 1)
+        drawn = [
+            plot(
+                f"{title}, by round",
+                [Curve(_points(run, column), styles[run.group]) for run in self.watched.runs],
+                width=across,
+                height=max(height // rows, 4),
+                x_end=max(run.rounds for run in self.watched.runs),
+                log=not column.endswith("accuracy"),
+                percent=column.endswith("accuracy"),
+                braille=braille,
+            )
+            for column, title in panels
+        ]
+        beside = [zip(*drawn[start : start + columns], strict=True) for start in range(0, len(drawn), columns)]
+        return [_beside(parts, across) for row in beside for parts in row]
 
 
 def _beside(parts: Sequence[Text], width: int) -> Text:
@@ -222,23 +209,7 @@ def _beside(parts: Sequence[Text], width: int) -> Text:
     return line
 
 
-class IdleTimeout:
-    """Knows when nothing has happened for longer than the user wants to wait."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout, self._since = timeout, time.monotonic()
-
-    def look(self, watched: Watched) -> None:
-        """Raise when nobody has written to the folder for too long."""
-        if watched.at_work:
-            self._since = time.monotonic()
-        elif self._timeout is not None and time.monotonic() - self._since >= self._timeout:
-            what = watched.advice() or f"there is no run in {watched.folder}"
-            raise GradalignError(f"nobody has written to {watched.folder} for {duration(self._timeout)}; {what}")
-
-
 def watch_once(folder: Path, console: Console) -> None:
-    """Print one frame."""
     watched = Watched(folder)
     watched.poll()
     if not watched.runs:
@@ -246,28 +217,24 @@ def watch_once(folder: Path, console: Console) -> None:
     console.print(Frame(watched, full_height=console.is_terminal), soft_wrap=not console.is_terminal)
 
 
-def _output_is_lost() -> bool:
-    from gradalign.cli import output_is_lost
-
-    return output_is_lost()
-
-
 def watch(
-    folder: Path,
-    console: Console,
-    *,
-    interval: float,
-    timeout: float | None,
-    output_is_lost: Callable[[], bool] = _output_is_lost,
+    folder: Path, console: Console, *, interval: float, timeout: float | None, output_is_lost: Callable[[], bool]
 ) -> None:
-    """Show frames until every run has ended or nobody reads them; raise at the end when one of the runs failed."""
-    watched, idle = Watched(folder), IdleTimeout(timeout)
+    """Show frames until every run has ended or nobody reads them; raise at the end when one of the runs failed.
+
+    Raise, too, when nobody has written to the folder for ``timeout`` seconds.
+    """
+    watched, since = Watched(folder), time.monotonic()
     watched.poll()
     try:
         with at_stake(), Live(Frame(watched), console=console, screen=True, auto_refresh=False) as live:
             while not watched.ended and not output_is_lost():
                 live.refresh()
-                idle.look(watched)
+                if watched.at_work:
+                    since = time.monotonic()
+                elif timeout is not None and time.monotonic() - since >= timeout:
+                    what = watched.advice() or f"there is no run in {folder}"
+                    raise GradalignError(f"nobody has written to {folder} for {duration(timeout)}; {what}")
                 time.sleep(interval)
                 watched.poll()
     finally:

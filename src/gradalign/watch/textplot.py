@@ -32,8 +32,7 @@ class Canvas:
         self.width = width
         self._across, self._down = (2, 4) if braille else (1, 1)
         self._cells = [[(0, "")] * width for _ in range(height)]
-        self.dots = width * self._across, height * self._down
-        """How many dots there are across and down."""
+        self.dots = width * self._across, height * self._down  # across and down
 
     def dot(self, x: int, y: int, style: str) -> None:
         """Set a dot; (0, 0) is the top left. The last curve to come through a character gives it its colour."""
@@ -42,23 +41,17 @@ class Canvas:
             row[column] = row[column][0] | _DOTS[y % self._down][x % self._across], style
 
     def line(self, start: tuple[int, int], end: tuple[int, int], style: str) -> None:
-        """Join two dots."""
         (x, y), (to_x, to_y) = start, end
         steps = max(abs(to_x - x), abs(to_y - y), 1)
         for step in range(steps + 1):
             self.dot(round(x + (to_x - x) * step / steps), round(y + (to_y - y) * step / steps), style)
 
     def row(self, number: int) -> Text:
-        """Return one row of characters."""
         text = Text()
         for style, run in groupby(self._cells[number], key=lambda cell: cell[1]):
-            text.append("".join(self._character(bits) for bits, _ in run), style=style)
+            letters = [" " if not bits else chr(0x2800 + bits) if self._down == 4 else "*" for bits, _ in run]
+            text.append("".join(letters), style=style)
         return text
-
-    def _character(self, bits: int) -> str:
-        if not bits:
-            return " "
-        return chr(0x2800 + bits) if self._down == 4 else "*"
 
 
 class Axis:
@@ -72,7 +65,6 @@ class Axis:
         self.low, self.high = low, high
 
     def position(self, value: float) -> float:
-        """Return where a value lies: 0 at the low end, 1 at the high end."""
         low, high, own = (math.log10(one) if self.log else one for one in (self.low, self.high, value))
         return (own - low) / (high - low)
 
