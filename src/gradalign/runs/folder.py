@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from gradalign.runs import CHECKPOINT, CLASS_COUNTS, FAILURE, METRICS, MODEL, SP
 from gradalign.runs import checkpoint as checkpoints
 from gradalign.runs.checkpoint import WHAT_TO_DO, Belongs, digest_of, digest_of_file, digest_of_settings
 from gradalign.runs.metrics import LARGEST_METRICS, MetricsFile, rows_in
-from gradalign.runs.untrusted import is_file, is_there, read_bytes, read_spec, read_table, why_not
+from gradalign.runs.untrusted import is_file, is_there, open_file, read_bytes, read_spec, read_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,18 +42,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
-def _open_lock(path: Path) -> IO[bytes]:
-    """Open the lock, which nothing is ever written to: it may be anybody's file under another name."""
-    try:
-        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | runs.CAREFULLY, 0o666), "rb")
-    except OSError as error:
-        raise GradalignError(f"{path} {why_not(error)}") from None
-    if not stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
-        lock.close()
-        raise GradalignError(f"{path} is not a file; remove it")
-    return lock
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make the folder if need be and keep other writers out of it inside the block."""
@@ -62,7 +49,8 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(folder, error) from None
-    with _open_lock(folder / runs.LOCK) as lock:
+    # Nothing is ever written to the lock: it may be anybody's file under another name.
+    with open_file(folder / runs.LOCK, flags=os.O_RDWR | os.O_CREAT) as lock:
         try:
             import fcntl
         except ImportError:  # not a Unix: nothing to lock with

@@ -61,10 +61,10 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def open_file(path: Path, largest: int | None = None) -> io.BufferedReader:
+def open_file(path: Path, largest: int | None = None, *, flags: int = os.O_RDONLY) -> io.BufferedReader:
     """Open a regular file of bounded size; a link may lead anywhere, a pipe or a device would wait for ever."""
     try:
-        number = os.open(path, os.O_RDONLY | CAREFULLY)
+        number = os.open(path, flags | CAREFULLY, 0o666)
     except (FileNotFoundError, NotADirectoryError):
         raise UnreadableError(path, "{file} is missing", f"it has no {path.name}") from None
     except (OSError, ValueError) as error:
