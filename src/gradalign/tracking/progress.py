@@ -9,11 +9,12 @@ from typing import Any
 from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradalign.errors import shown_text
 
 _SPEED_SECONDS = 1800.0
-_NAME, _NOTE = bars.TextColumn("{task.description}"), bars.TextColumn("{task.fields[note]}")
+_NAME, _NOTE = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
 
 
 def _plain(label: str) -> str:
@@ -38,15 +39,8 @@ def score_words(score: float, *, accuracies: bool) -> str:
 @contextmanager
 def rounds_bar(rounds: int, label: str = "") -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
     """Show the rounds of all runs in one bar; yields a function to call with a run's label and each of its rows."""
-    columns = (
-        _NAME,
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        _NOTE,
-        bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = (_NAME, BarColumn(), MofNCompleteColumn(), _NOTE, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(_plain(label), total=rounds, note="")
         done: dict[str, int] = {}
         note = ""
@@ -73,7 +67,7 @@ def comparison_bar(planned: Sequence[Any], *, show: bool) -> Iterator[Callable[[
 class SweepBar:
     """Counts rounds over all stages. Trials that end early, or that others do, count whole: they need no more time."""
 
-    def __init__(self, console: Console, progress: bars.Progress | None, units: Mapping[str, int]) -> None:
+    def __init__(self, console: Console, progress: Progress | None, units: Mapping[str, int]) -> None:
         self._console, self._progress = console, progress
         self._units = dict(units)
         self._done: dict[str, int] = {}
@@ -112,18 +106,18 @@ def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[
     if not show:
         yield SweepBar(console, None, units)
         return
-    narrow = bars.BarColumn(bar_width=16)  # with the time left, all of it fits in 80 columns
-    left = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn(), bars.TextColumn("left"))
+    narrow = BarColumn(bar_width=16)  # with the time left, all of it fits in 80 columns
+    left = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
     columns = (_NAME, narrow, bars.TaskProgressColumn(), _NOTE, *left)
     # Trials that end early make the bar jump: the time left follows the speed of a long while.
-    with bars.Progress(*columns, console=console, transient=True, speed_estimate_period=_SPEED_SECONDS) as progress:
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=_SPEED_SECONDS) as progress:
         yield SweepBar(progress.console, progress, units)
 
 
 class _DownloadBar:
     """What a download tells its size and each part to, drawn as a bar; the context that yields it closes it."""
 
-    def __init__(self, progress: bars.Progress, bar: bars.TaskID) -> None:
+    def __init__(self, progress: Progress, bar: bars.TaskID) -> None:
         self._progress, self._bar = progress, bar
 
     @property
@@ -148,7 +142,5 @@ def download_bar(name: str) -> Iterator[_DownloadBar | None]:
     if not console.is_terminal:
         yield None
         return
-    with bars.Progress(
-        _NAME, bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), console=console
-    ) as progress:
+    with Progress(_NAME, BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), console=console) as progress:
         yield _DownloadBar(progress, progress.add_task(_plain(name), total=None))

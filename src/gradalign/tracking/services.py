@@ -55,9 +55,9 @@ class TensorBoard:
                 old.unlink()
         # What a TensorBoard has read of them so far is purged from the first step on.
         self._writer = SummaryWriter(str(folder), purge_step=0 if before else None)
-        settings = flat_settings(run.settings)
         self._hparams = {
-            key: value if isinstance(value, int | float | str) else str(value) for key, value in settings.items()
+            key: value if isinstance(value, int | float | str) else str(value)
+            for key, value in flat_settings(run.settings).items()
         }
         self._writer.add_text("settings", textwrap.indent(as_toml(run.settings), "    ", lambda line: True), 0)
         spent = run.earlier[-1].get("seconds") if run.earlier else None
