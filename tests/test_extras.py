@@ -12,7 +12,7 @@ PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_te
 EXTRAS = PYPROJECT["optional-dependencies"]
 NAMES = {"tomli-w": "tomli_w"}  # the others are imported by the name they are installed by
 OPTIONAL = [
-    *("safetensors", "tomli_w", "pydantic", "typer", "rich", "plotext", "pooch", "matplotlib"),
+    *("safetensors", "tomli_w", "pydantic", "typer", "rich", "requests", "matplotlib"),
     *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn"),
 ]
 

@@ -123,6 +123,9 @@ def test_a_scale_works_on_rounds_clients_data_and_batches():
     assert only_rounds.task.options() == {}
     assert only_rounds.local.batch_size == 240
     assert apply_scale(data, "r") == data
+    for rounds in (0, True, 2.5, "many"):
+        with pytest.raises(GradalignError, match=r"^r: rounds: must be"):
+            apply_scale(data | {"rounds": rounds, "scale": 0.1}, "r")
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "gradalign.algorithms": "FedAvg FedDyn FedGA FedProx LargeBatchGradAlign LargeBatchSGD LinearScaling Scaffold",
-    "gradalign.algorithms.plan": "Algorithm ClientView Plan",
+    "gradalign.algorithms.plan": "Algorithm",
     "gradalign.algorithms.rules": "FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
     "gradalign.algorithms.schedule": "Cosine OffUntil Steps Warmup",
+    "gradalign.algorithms.view": "ClientView Plan",
     "gradalign.api": "run",
     "gradalign.client": "LocalTraining",
     "gradalign.errors": "DivergedError GradalignError",
@@ -54,43 +55,11 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = [
-    "Algorithm",
-    "ClientView",
-    "Cosine",
-    "DivergedError",
-    "FedAdagrad",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgM",
-    "FedDyn",
-    "FedGA",
-    "FedProx",
-    "FedYogi",
-    "GradAlign",
-    "GradalignError",
-    "LargeBatchGradAlign",
-    "LargeBatchSGD",
-    "LinearScaling",
-    "LocalTraining",
-    "Measure",
-    "OffUntil",
-    "PartitionedClients",
-    "Plan",
-    "Result",
-    "RunInfo",
-    "Scaffold",
-    "ServerRule",
-    "Steps",
-    "Task",
-    "TensorBoard",
-    "Tracker",
-    "Warmup",
-    "WeightsAndBiases",
-    "__version__",
-    "hold_out",
-    "run",
-]
+__all__ = ["Algorithm", "ClientView", "Cosine", "DivergedError", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedDyn"]
+__all__ += ["FedGA", "FedProx", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
+__all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result", "RunInfo"]
+__all__ += ["Scaffold", "ServerRule", "Steps", "Task", "TensorBoard", "Tracker", "Warmup", "WeightsAndBiases"]
+__all__ += ["__version__", "hold_out", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,8 +108,7 @@ def run(
         progress=progress,
         trackers=Trackers(trackers),
     )
-    check_engine(options.engine)
-    return conduct(federation, lambda: make_engine(federation, options), spec, rounds, measure, options)
+    return conduct(federation, _engine(federation, options), spec, rounds, measure, options)
 
 
 def run_spec(spec: Spec, options: RunOptions, *, task: Task | None = None, on_row: Tell | None = None) -> Result:
@@ -118,20 +117,11 @@ def run_spec(spec: Spec, options: RunOptions, *, task: Task | None = None, on_ro
 
     measure = Measure(**spec.measure.model_dump())
     federation = build_federation(spec, task)
-    check_engine(options.engine)
-    return conduct(
-        federation,
-        lambda: make_engine(federation, options),
-        spec.to_dict(),
-        spec.rounds,
-        measure,
-        options,
-        on_row,
-        summary_notes(spec),
-    )
+    engine, notes = _engine(federation, options), _summary_notes(spec)
+    return conduct(federation, engine, spec.to_dict(), spec.rounds, measure, options, on_row, notes)
 
 
-def summary_notes(spec: Spec) -> dict[str, Any]:
+def _summary_notes(spec: Spec) -> dict[str, Any]:
     """Return what a recipe adds to the summary: the scale it ran at, and the paper's number for its algorithm."""
     from gradalign.recipes.scale import describe_scale
 
@@ -152,16 +142,16 @@ def default_engine() -> str:
     return "distributed" if under_torchrun() else "local"
 
 
-def check_engine(name: str) -> None:
-    """Refuse an engine that is not known or not installed, before anything is written."""
-    if name not in ENGINES:
-        raise GradalignError(f'the engine must be {" or ".join(ENGINES)}, got "{name}"')
-    if name == "flower":
+def _engine(federation: Federation, options: RunOptions) -> Callable[[], Engine]:
+    """Return what makes the engine; one that is not known or not installed is refused before anything is written."""
+    if options.engine not in ENGINES:
+        raise GradalignError(f'the engine must be {" or ".join(ENGINES)}, got "{options.engine}"')
+    if options.engine == "flower":
         import_module("gradalign.flower")  # says what to install when Flower is missing
+    return lambda: _make_engine(federation, options)
 
 
-def make_engine(federation: Federation, options: RunOptions) -> Engine:
-    """Return the engine that the options name, ready for this federation."""
+def _make_engine(federation: Federation, options: RunOptions) -> Engine:
     if options.engine == "distributed":
         return _distributed_engine(federation, options)
     if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:

@@ -87,10 +87,8 @@ def need(package: str, extra: str) -> Any:
         missing = package.partition(".")[0]
         if (error.name or "").partition(".")[0] != missing:
             raise
-        what = _NEEDED_FOR.get(extra, "this")
-        raise GradalignError(
-            f"{what} needs the package {missing}; install it with: pip install 'gradalign[{extra}]'"
-        ) from None
+        what, install = _NEEDED_FOR.get(extra, "this"), f"pip install 'gradalign[{extra}]'"
+        raise GradalignError(f"{what} needs the package {missing}; install it with: {install}") from None
 
 
 def flag(name: str, value: Any) -> bool:

@@ -1,7 +1,6 @@
 """One seed, and from it an independent stream for each (purpose, round, client).
 
-No stream depends on another having been used, so results depend neither on the order in which clients are
-trained nor on how many workers train them.
+No stream depends on another having been used, so neither the order of the clients nor the number of workers matters.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 
 import numpy as np
@@ -31,11 +30,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_lock)
 
 
-@contextmanager
-def quiet_generators() -> Iterator[None]:
+def quiet_generators() -> AbstractContextManager[bool]:
     """Hold everyone else off the global generators inside the block."""
-    with _global_generators:
-        yield
+    return _global_generators
 
 
 class Purpose(IntEnum):
@@ -59,8 +56,7 @@ class Purpose(IntEnum):
 
 def stream_seed(seed: int, purpose: Purpose, *keys: int) -> int:
     """Return the 64-bit seed of the stream for ``purpose`` and ``keys`` (round, client, ...)."""
-    words = np.random.SeedSequence([seed, int(purpose), *keys]).generate_state(1, np.uint64)
-    return int(words[0])
+    return int(np.random.SeedSequence([seed, int(purpose), *keys]).generate_state(1, np.uint64)[0])
 
 
 def stream_seeds(seed: int, purpose: Purpose, *keys: int, last: Sequence[int]) -> list[int]:
@@ -110,12 +106,10 @@ def _mixed(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> NDArray[np.uin
 
 
 def numpy_stream(seed: int, purpose: Purpose, *keys: int) -> np.random.Generator:
-    """Return a NumPy generator for this stream."""
     return np.random.default_rng(stream_seed(seed, purpose, *keys))
 
 
 def torch_stream(seed: int, purpose: Purpose, *keys: int) -> torch.Generator:
-    """Return a torch CPU generator for this stream."""
     return torch.Generator().manual_seed(stream_seed(seed, purpose, *keys))
 
 
@@ -123,8 +117,8 @@ def torch_stream(seed: int, purpose: Purpose, *keys: int) -> torch.Generator:
 def global_stream(seed: int, purpose: Purpose, *keys: int) -> Iterator[None]:
     """Seed the *global* generators inside the block and restore them after it.
 
-    Dropout, model initialisation and a user's data augmentation draw from the global generators of torch,
-    NumPy and ``random``; this makes them follow our one seed without disturbing the caller's own streams.
+    Dropout, model initialisation and a user's data augmentation draw from the global generators of torch, NumPy and
+    ``random``; this makes them follow our one seed without disturbing the caller's own streams.
     """
     with _global_generators:
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,13 +26,8 @@ _Table = TypeVar("_Table", bound="Section")
 class Recipe:
     """A recipe as plain data, before an algorithm is chosen.
 
-    Attributes:
-        source: What to call it in messages.
-        data: The file's tables without [compare] and [sweep].
-        compare: The [compare] table.
-        sweep: The [sweep] table.
-        changes: The settings given on the command line, which go over everything.
-        tracking: The ``tensorboard`` and ``wandb`` settings, which change no number and so are not in the spec.
+    ``source`` is what to call it in messages, ``data`` the file's tables without [compare] and [sweep], ``changes`` the
+    command line's settings, which go over everything. ``tracking`` changes no number and so is not in the spec.
     """
 
     source: str
@@ -60,8 +54,7 @@ class Recipe:
         """
         from gradalign.recipes.scale import lay_over
 
-        chosen = self.changes.get("algorithm")
-        name = chosen.get("name") if isinstance(chosen, Mapping) else None
+        name = found(self.changes, "algorithm", "name")
         data = self.data if name is None else _fitting(self.data, str(name))
         return _checked(lay_over(data, self.changes), self.source)
 
@@ -114,22 +107,19 @@ def _fitting(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     from gradalign.recipes.build import algorithm_names, unfit_keys
 
     unfit = unfit_keys(str(name))
-    algorithm = data.get("algorithm")
-    parts = algorithm.get("parts") if isinstance(algorithm, Mapping) else None
+    parts = found(data, "algorithm", "parts")
     if not isinstance(parts, Mapping) or not set(parts) <= set(algorithm_names(str(name))):
         unfit["algorithm"].add("parts")  # tables for algorithms that are not among these
-    return {
-        table: {key: value for key, value in content.items() if key not in unfit[table]}
-        if table in unfit and isinstance(content, Mapping)
-        else content
-        for table, content in data.items()
-    }
+    fitting = dict(data)
+    for table, keys in unfit.items():
+        if isinstance(data.get(table), Mapping):
+            fitting[table] = {key: value for key, value in data[table].items() if key not in keys}
+    return fitting
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Return the recipes that come with the package, by name."""
-    folder = Path(str(files("gradalign") / "recipes"))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -137,15 +127,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             raw = file.read(LARGEST_TABLE + 1)
+        if len(raw) > LARGEST_TABLE:
+            raise OSError(f"it has more than {LARGEST_TABLE:,} bytes")
+        return parse_toml(raw)
     except FileNotFoundError:
         raise GradalignError(f"there is no recipe {path}") from None
-    except OSError as error:
-        raise GradalignError(f"cannot read the recipe {path}: {error}") from None
-    if len(raw) > LARGEST_TABLE:
-        raise GradalignError(f"cannot read the recipe {path}: it has more than {LARGEST_TABLE:,} bytes")
-    try:
-        return parse_toml(raw)
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise GradalignError(f"cannot read the recipe {path}: {error}") from None
     except ValueError as error:
         raise GradalignError(f"{path} is not valid TOML: {error}") from None
@@ -156,9 +143,15 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        both_tables = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
+        merged[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def found(data: Any, *path: str) -> Any:
+    """Return what lies at the end of a path of keys; None where there is nothing, or no table on the way."""
+    for step in path:
+        data = data.get(step) if isinstance(data, Mapping) else None
+    return data
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
@@ -203,7 +196,7 @@ def load_recipe(
         raise GradalignError(f"{path} is a folder, not a recipe file")
     elif not path.is_file():
         raise GradalignError(f'there is no recipe file "{name}"; shipped recipes are: {", ".join(shipped)}')
-    data = dict(read_recipe(path))
+    data = read_recipe(path)
     if task is not None:
         data |= {"task": {"name": task}, "paper": None, "name": task}
     changes = parse_settings(settings)
@@ -229,7 +222,6 @@ def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes:
 
 
 def _take_tracking(data: dict[str, Any], changes: dict[str, Any], source: str) -> TrackingSpec:
-    """Take the trackers' settings out of the recipe and of the changes."""
     from gradalign.recipes.spec import TrackingSpec, checked
 
     names = list(TrackingSpec.model_fields)
@@ -258,18 +250,15 @@ def is_outside(task: object) -> bool:
 
 def task_name(table: Mapping[str, Any]) -> object:
     """Return the name of a recipe's task, whatever it is; None when there is none."""
-    task = table.get("task")
-    return task.get("name") if isinstance(task, Mapping) else None
+    return found(table, "task", "name")
 
 
 def lies_in_run_folder(recipe: Path) -> bool:
     """Return whether a file is in, or below, a folder that a run, a comparison or a sweep has written."""
+    written = (SPEC, METRICS, COMPARISON, SWEEP)
     for path in (recipe.absolute(), recipe.resolve()):
-        if path.name == SPEC:
+        if path.name == SPEC or any((folder / name).exists() for folder in path.parents for name in written):
             return True
-        for folder in path.parents:
-            if any((folder / name).exists() for name in (SPEC, METRICS, COMPARISON, SWEEP)):
-                return True
     return False
 
 
@@ -288,8 +277,6 @@ def require_trust(recipe: Path, data: Mapping[str, Any], changes: Mapping[str, A
 
 def _named(data: Mapping[str, Any]) -> Iterator[object]:
     yield task_name(data)
-    compare = data.get("compare")
-    settings = compare.get("settings") if isinstance(compare, Mapping) else None
+    settings = found(data, "compare", "settings")
     for own in settings.values() if isinstance(settings, Mapping) else ():
-        if isinstance(own, Mapping):
-            yield task_name(own)
+        yield found(own, "task", "name")

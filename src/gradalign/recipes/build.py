@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
-from gradalign.algorithms.schedule import Cosine, OffUntil, Schedule, Steps, Warmup
+from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.server.federation import Federation, make_federation, single_step
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
 TASKS: dict[str, Callable[..., Task]] = {
     make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)
 }
-ALGORITHMS: dict[str, type[Algorithm]] = known_algorithms()
 SERVER_RULES: dict[str, type[ServerRule]] = {kind.label: kind for kind in (FedAvgM, FedAdagrad, FedAdam, FedYogi)}
-SCHEDULES: dict[str, type[Schedule]] = {"steps": Steps, "warmup": Warmup, "off-until": OffUntil, "cosine": Cosine}
 
 
 def _plain(name: str) -> str:
-    return name.strip().lower().replace("-", "").replace("_", "").replace(" ", "")
+    return re.sub(r"[-_ ]", "", name.strip().lower())
 
 
 def algorithm_names(name: str) -> list[str]:
@@ -44,13 +42,12 @@ def algorithm_names(name: str) -> list[str]:
     known = [*known_algorithms(), *SERVER_RULES]
     for part in names:
         if part not in known:
-            raise GradalignError(
-                f'algorithm.name: "{part}" is not an algorithm; known are {", ".join(known)}, joined by "+"'
-            )
+            problem = f'"{part}" is not an algorithm; known are {", ".join(known)}, joined by "+"'
+            raise GradalignError(f"algorithm.name: {problem}")
     return names
 
 
-def _parts(name: str) -> dict[str, type[Algorithm]]:
+def parts_of(name: str) -> dict[str, type[Algorithm]]:
     """Return the algorithms that a name joins, without the server's rule."""
     known = known_algorithms()
     return {part: known[part] for part in algorithm_names(name) if part in known}
@@ -69,29 +66,27 @@ def _keys(*kinds: type[Algorithm] | type[ServerRule]) -> set[str]:
 
 def accepted_parameters(name: str) -> set[str]:
     """Return the keys of the [algorithm] table that this algorithm, or combination, has."""
-    return _keys(*_parts(name).values())
+    return _keys(*parts_of(name).values())
 
 
 def unfit_keys(name: str) -> dict[str, set[str]]:
     """Return the keys of the [algorithm] and [server] tables that other algorithms have, but not this one."""
-    others = {"algorithm": _keys(*known_algorithms().values()), "server": _keys(*SERVER_RULES.values())}
-    return {
-        "algorithm": others["algorithm"] - accepted_parameters(name) - {"name", "parts"},
-        "server": others["server"] - _keys(_rule(name)),
-    }
+    algorithms, rules = _keys(*known_algorithms().values()), _keys(*SERVER_RULES.values())
+    own = accepted_parameters(name) | {"name", "parts"}
+    return {"algorithm": algorithms - own, "server": rules - _keys(_rule(name))}
 
 
 def require_known_keys(spec: Spec, source: str) -> None:
     """Refuse keys of the [algorithm] and [server] tables that no algorithm and no rule has."""
+    from gradalign.recipes.spec import unknown_setting
+
     algorithms, rules = _keys(*known_algorithms().values()), _keys(*SERVER_RULES.values())
     tables: list[tuple[str, Settings, set[str]]] = [("server", spec.server, rules)]
     tables.append(("algorithm", spec.algorithm, algorithms | {"name", "parts"}))
     tables += [(f"algorithm.parts.{name}", part, algorithms) for name, part in (spec.algorithm.parts or {}).items()]
     for where, table, known in tables:
         for key in sorted(set(table.given()) - known):
-            close = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f'did you mean "{close[0]}"?' if close else f"known here: {', '.join(sorted(known))}"
-            raise GradalignError(f"{source}: {where}.{key} is not a known setting; {hint}")
+            raise GradalignError(f"{source}: {unknown_setting(f'{where}.{key}', key, sorted(known))}")
 
 
 def build_schedule(setting: Any, where: str) -> Any:
@@ -124,41 +119,35 @@ def build_schedule(setting: Any, where: str) -> Any:
 
 def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
     """Compose the algorithm that the [algorithm] and [server] tables describe."""
-    kinds = _parts(spec.name)
+    kinds = parts_of(spec.name)
     own_tables = {_plain(name): table for name, table in (spec.parts or {}).items()}
     strangers = sorted(set(own_tables) - set(kinds))
     if strangers:
         raise GradalignError(f"algorithm.parts.{strangers[0]} is set, but {spec.name} has no such part; remove it")
-    given = _parameters(spec, "algorithm", _keys(*kinds.values()), spec.name)
+    refusal = "{} has no such parameter; remove it"
+    given = _parameters(spec, "algorithm", _keys(*kinds.values()), refusal.format(spec.name))
     parts: list[Algorithm | ServerRule] = []
     for name, kind in kinds.items():
         known = _keys(kind)
         own = {key: value for key, value in given.items() if key in known}
         if name in own_tables:
-            own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, name)
+            own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, refusal.format(name))
         if "beta" in known and "beta" not in own:
             raise GradalignError(f"algorithm.beta is needed for {spec.name}: the strength of the alignment, e.g. 0.1")
         parts.append(_made(kind, own, "algorithm"))
-    return combine(*parts, _build_rule(_rule(spec.name), rule))
+    server_rule = _rule(spec.name)
+    known = _keys(server_rule)
+    refusal = f"the server rule {server_rule.label} has only {', '.join(sorted(known))}"
+    return combine(*parts, _made(server_rule, _parameters(rule, "server", known, refusal), "server"))
 
 
-def _parameters(table: Settings, where: str, known: set[str], name: str) -> dict[str, Any]:
-    """Return the values that a table sets, all of which the algorithm must have."""
+def _parameters(table: Settings, where: str, known: set[str], refusal: str) -> dict[str, Any]:
+    """Return the values that a table sets, all of which the algorithm or the rule must have."""
     given = table.given()
     unused = set(given) - known
     if unused:
-        raise GradalignError(f"{where}.{min(unused)} is set, but {name} has no such parameter; remove it")
+        raise GradalignError(f"{where}.{min(unused)} is set, but {refusal}")
     return {key: build_schedule(value, f"{where}.{key}") for key, value in given.items()}
-
-
-def _build_rule(kind: type[ServerRule], spec: ServerSpec) -> ServerRule:
-    given, known = spec.given(), _keys(kind)
-    unused = set(given) - known
-    if unused:
-        raise GradalignError(
-            f"server.{min(unused)} is set, but the server rule {kind.label} has only {', '.join(sorted(known))}"
-        )
-    return _made(kind, given, "server")
 
 
 Made = TypeVar("Made", bound=Algorithm | ServerRule)
@@ -184,8 +173,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
 
 def build_local(spec: LocalSpec, algorithm: Combination) -> LocalTraining:
     """Return the local training that the [local] table describes, K = 1 for the algorithms that ask for it."""
-    given = {name: getattr(spec, name) for name in type(spec).model_fields}
-    given["lr"] = build_schedule(spec.lr, "local.lr")
+    given = dict(spec) | {"lr": build_schedule(spec.lr, "local.lr")}
     if spec.batch_size == "whole":
         given["batch_size"] = None
     return single_step(LocalTraining(**given), algorithm)
@@ -261,15 +249,11 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
     """Return the federation that a spec describes; a task made by ``task_of`` already may be given."""
     algorithm = build_algorithm(spec.algorithm, spec.server)
     local = replace(build_local(spec.local, algorithm), precision=spec.precision)
-    task = task or task_of(spec)
     return make_federation(
-        task,
+        task or task_of(spec),
         algorithm,
         local,
-        per_round=spec.clients.per_round,
-        weights=spec.clients.weights,
-        dropout=spec.clients.dropout,
-        min_fraction=spec.clients.min_fraction,
+        **spec.clients.model_dump(exclude={"holdout"}),
         seed=spec.seed,
         fast=spec.fast,
         rounds=spec.rounds,

@@ -1,7 +1,7 @@
 """Scaling a recipe down: fewer rounds, clients and examples, and a word on what it was before.
 
 A scaled federation is the whole one with fewer members: the data is divided among all clients first, then some clients
-and some of their examples are kept. So classes per client stay what they are, and only ``data`` makes clients smaller.
+and some of their examples remain. So classes per client stay what they are, and only ``data`` makes clients smaller.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from gradalign.errors import GradalignError
-from gradalign.recipes import merge
+from gradalign.recipes import found, merge
 from gradalign.recipes.spec import FullSizeSpec, Portion, Section, Spec, checked
 
 
@@ -32,23 +32,20 @@ class ScaleSpec(Section):
 def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return a recipe's tables with its ``scale`` worked in, so that running the result needs no scale any more.
 
-    Args:
-        data: The recipe as plain data; ``scale`` is a share for everything, or a table of shares.
-        source: What to call the recipe in messages.
+    ``scale`` is a share for everything, or a table of shares.
     """
     plain = {key: value for key, value in data.items() if key != "scale"}
-    scale = read_scale(data.get("scale"), source)
-    if scale is None:
+    if data.get("scale") is None:
         return plain
-    full = Spec.model_validate({key: plain[key] for key in ("rounds",) if isinstance(plain.get(key), int)})
-    rounds = max(1, round(scale.of("rounds") * full.rounds))
+    scale = _read_scale(data["scale"], source)
+    full = checked(Spec, {key: plain[key] for key in ("rounds",) if key in plain}, source)
+    shares = {"client_share": scale.of("clients"), "data_share": scale.of("data")}
     changes: dict[str, Any] = {
-        "rounds": rounds,
+        "rounds": max(1, round(scale.of("rounds") * full.rounds)),
         "full_size": {"rounds": full.rounds},
-        "task": {"client_share": scale.of("clients"), "data_share": scale.of("data")},
+        "task": {key: share for key, share in shares.items() if share < 1.0},
     }
-    clients = plain.get("clients")
-    per_round = clients.get("per_round") if isinstance(clients, Mapping) else None
+    per_round = found(plain, "clients", "per_round")
     if isinstance(per_round, int) and scale.of("clients") < 1.0:
         # Alignment is between clients: a round with one of them would have none.
         changes["clients"] = {"per_round": max(min(2, per_round), round(scale.of("clients") * per_round))}
@@ -56,7 +53,6 @@ def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     # A step still sees the same share of a client, and curves keep their points.
     changes |= _shrink(plain, "local", ("batch_size", "gradient_examples"), scale.of("data"))
     changes |= _shrink(plain, "measure", ("test_every", "train_every"), scale.of("rounds"))
-    changes["task"] = {key: share for key, share in changes["task"].items() if share < 1.0}
     return lay_over(plain, changes)
 
 
@@ -70,30 +66,22 @@ def lay_over(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     A schedule that the changes place in time themselves stays as they say. One with a ``kind`` replaces what was there.
     """
     merged = merge(tables, changes)
-    factor = _growth(tables, merged)
-    for path in [*_SCHEDULED, *_parts_with_schedules(merged)]:
-        before, change, now = (_found(data, path) for data in (tables, changes, merged))
+    before_rounds, rounds = _rounds(tables), _rounds(merged)
+    factor = Fraction(rounds, before_rounds) if rounds and before_rounds else Fraction(1)
+    parts = found(merged, "algorithm", "parts")
+    named = list(parts) if isinstance(parts, Mapping) else []
+    for path in [*_SCHEDULED, *(("algorithm", "parts", name, "beta") for name in named)]:
+        before, change, now = (found(data, *path) for data in (tables, changes, merged))
         if isinstance(change, Mapping) and "kind" in change:
             now = dict(change)
         elif isinstance(change, Mapping) and isinstance(before, Mapping) and any(key in change for key in _WHEN):
             now = {key: value for key, value in before.items() if key not in _WHEN} | dict(change)
         elif factor != 1 and isinstance(now, Mapping) and (change is None or isinstance(change, Mapping)):
-            now = _stretched(now, factor, _rounds(merged))
+            now = _stretched(now, factor, rounds)
         else:
             continue
         merged = _replaced(merged, path, now)
     return merged
-
-
-def _parts_with_schedules(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    parts = _found(data, ("algorithm", "parts"))
-    return [("algorithm", "parts", name, "beta") for name in parts] if isinstance(parts, Mapping) else []
-
-
-def _found(data: Any, path: tuple[str, ...]) -> Any:
-    for step in path:
-        data = data.get(step) if isinstance(data, Mapping) else None
-    return data
 
 
 def _replaced(data: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -102,16 +90,9 @@ def _replaced(data: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dic
 
 
 def _rounds(data: Mapping[str, Any]) -> int:
+    """Return the number of rounds, or 0 for one that will be refused."""
     given = data.get("rounds", Spec.model_fields["rounds"].default)
-    return given if isinstance(given, int) and given > 0 else 1
-
-
-def _growth(before: Mapping[str, Any], after: Mapping[str, Any]) -> Fraction:
-    """Return by what factor the number of rounds changes; a number that will be refused changes nothing."""
-    given = [data.get("rounds", 1) for data in (before, after)]
-    if any(isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1 for rounds in given):
-        return Fraction(1)
-    return Fraction(_rounds(after), _rounds(before))
+    return given if type(given) is int and given > 0 else 0
 
 
 def _stretched(schedule: Mapping[str, Any], factor: Fraction, rounds: int) -> dict[str, Any]:
@@ -121,8 +102,7 @@ def _stretched(schedule: Mapping[str, Any], factor: Fraction, rounds: int) -> di
         if type(schedule.get(key)) is not int:
             continue
         moved = schedule[key] * factor
-        whole = moved.denominator == 1
-        stretched |= {key: int(moved)} if whole else {"share": float(moved / rounds)}
+        stretched |= {key: int(moved)} if moved.denominator == 1 else {"share": float(moved / rounds)}
     steps = schedule.get("at_rounds")
     if isinstance(steps, Mapping):
         try:
@@ -140,14 +120,11 @@ def _shrink(data: Mapping[str, Any], table: str, keys: tuple[str, ...], share: f
     given = data.get(table)
     if share == 1.0 or not isinstance(given, Mapping):
         return {}
-    counts = {key: given[key] for key in keys if isinstance(given.get(key), int) and given[key] > 0}
+    counts = {key: given[key] for key in keys if type(given.get(key)) is int and given[key] > 0}
     return {table: {key: max(1, round(share * count)) for key, count in counts.items()}}
 
 
-def read_scale(given: Any, source: str) -> ScaleSpec | None:
-    """Check the ``scale`` of a recipe: one share, or a table of shares."""
-    if given is None:
-        return None
+def _read_scale(given: Any, source: str) -> ScaleSpec:
     table = given if isinstance(given, Mapping) else {"all": given}
     shares = {key: float(share) if type(share) is int else share for key, share in table.items()}
     try:
@@ -157,7 +134,7 @@ def read_scale(given: Any, source: str) -> ScaleSpec | None:
 
 
 def describe_scale(full: FullSizeSpec, spec: Spec) -> str:
-    """Return in words at what scale a run was; the task's own facts say how many clients and examples it kept."""
+    """Return in words at what scale a run was; the task's own facts say how many clients and examples it has."""
     words = [f"{spec.rounds:,} of {full.rounds:,} rounds"]
     if full.per_round is not None:
         words.append(f"{spec.clients.per_round} instead of {full.per_round} clients a round")

@@ -18,6 +18,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Portion = Annotated[float, Field(gt=0, le=1)]
+HeldOut = Annotated[float, Field(gt=0, lt=1)]
+Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Seeds = Annotated[int, Field(ge=1, le=10_000)]
 
@@ -44,7 +46,7 @@ class ScheduleSpec(Section):
     rounds: Count | None = None
     start: NotNegative | None = None
     end: NotNegative | None = None
-    round: Annotated[int, Field(ge=0)] | None = None
+    round: Whole | None = None
     at_rounds: dict[str, NotNegative] | None = None
     share: NotNegative | None = None
     at_shares: dict[str, NotNegative] | None = None
@@ -83,7 +85,6 @@ class Settings(BaseModel):
     __pydantic_extra__: dict[str, Setting]
 
     def given(self) -> dict[str, float | str | ScheduleSpec]:
-        """Return the further keys."""
         return dict(self.__pydantic_extra__)
 
 
@@ -121,7 +122,7 @@ class ClientsSpec(Section):
     per_round: Count | None = None
     weights: Literal["uniform", "examples"] = "uniform"
     dropout: Share = 0.0
-    holdout: Annotated[float, Field(gt=0, lt=1)] | None = None
+    holdout: HeldOut | None = None
     """The share of each client's examples that is not trained on and takes the test set's place; see ``hold_out``."""
     min_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
@@ -129,10 +130,10 @@ class ClientsSpec(Section):
 class MeasureSpec(Section):
     """What is measured and how often; 0 is never, and no number picks a spacing; see ``Measure``."""
 
-    test_every: Annotated[int, Field(ge=0)] | None = None
-    train_every: Annotated[int, Field(ge=0)] | None = None
+    test_every: Whole | None = None
+    train_every: Whole | None = None
     train_clients: Count = 50
-    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
+    target_accuracy: Portion | None = None
 
 
 class TaskSpec(BaseModel):
@@ -143,7 +144,6 @@ class TaskSpec(BaseModel):
     name: str = "digits"
 
     def options(self) -> dict[str, Any]:
-        """Return the keys meant for the task itself."""
         return dict(self.model_extra or {})
 
 
@@ -189,7 +189,7 @@ class SweepSpec(Section):
     alpha: Values[Positive] | None = None
     server_lr: Values[Positive] | None = None
     clip_norm: Values[Positive] | None = None
-    holdout: Annotated[float, Field(gt=0, lt=1)] | None = None
+    holdout: HeldOut | None = None
     stop_after: Portion | None = None
     margin: Share | None = None
     finalists: Count | None = None
@@ -218,7 +218,7 @@ class Spec(Section):
     """One experiment."""
 
     name: str = "experiment"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Whole = 0
     rounds: Count = 50
     fast: bool = True
     """Use ways of computing that are faster and the same up to rounding; see ``gradalign.fast``."""
@@ -253,17 +253,21 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
     return [*model.model_fields, *beside]
 
 
-def explain(error: ValidationError, source: str, root: type[BaseModel] | None = None) -> GradalignError:
+def unknown_setting(where: str, key: str, known: list[str]) -> str:
+    """Say that a table has no such key, and which one may have been meant."""
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f'did you mean "{close[0]}"?' if close else f"known here: {', '.join(known)}"
+    return f"{where} is not a known setting; {hint}"
+
+
+def explain(error: ValidationError, source: str, root: type[BaseModel]) -> GradalignError:
     """Turn pydantic's report into one sentence: where, what is allowed, what was given."""
     problems = error.errors()
     first = problems[0]
     location = tuple(step for step in first["loc"] if step not in _BRANCHES)
     where = ".".join(str(step) for step in location)
     if first["type"] == "extra_forbidden":
-        allowed = _allowed(location, root or Spec)
-        close = difflib.get_close_matches(str(location[-1]), allowed, n=1)
-        hint = f'; did you mean "{close[0]}"?' if close else f"; known here: {', '.join(allowed)}"
-        text = f"{where} is not a known setting{hint}"
+        text = unknown_setting(where, str(location[-1]), _allowed(location, root))
     else:
         message = first["msg"].replace("Input should", "must", 1)
         if first["type"] == "model_type":
@@ -282,5 +286,4 @@ def checked(kind: type[Table], data: Any, source: str) -> Table:
 
 
 def validate(data: Mapping[str, Any], source: str) -> Spec:
-    """Check a plain dictionary and return the spec."""
     return checked(Spec, dict(data), source)

@@ -7,8 +7,8 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ SWEEP, SWEEP_WORKERS, TRIALS = "sweep.toml", ".workers", "trials"
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 """The trackers' own folders."""
 
-
 _TAKEN = {SPEC, METRICS, CHECKPOINT, SUMMARY, MODEL, CLASS_COUNTS, FAILURE, COMPARISON, CURVES, REPORT, SWEEP, TRIALS}
 _TAKEN |= {TENSORBOARD, WANDB}
 _DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
@@ -35,10 +34,7 @@ _LONGEST_NAME = 100  # in bytes; systems stop at 255
 
 
 def readable_name(text: str, otherwise: str = "unnamed") -> str:
-    """Return text as a file or folder may be called anywhere: one step inside its folder, never hidden or overlong.
-
-    Different texts may get one name.
-    """
+    """Return text as a file or folder may be called anywhere: one step inside its folder, never hidden or overlong."""
     letters = re.sub(r"[^\w.+=,-]+", "-", text).strip("-.")
     name = letters.encode("utf-8", errors="replace")[:_LONGEST_NAME].decode("utf-8", errors="ignore").rstrip("-.")
     return f"_{name}" if _DEVICES.fullmatch(name) or name in _TAKEN else name or otherwise
@@ -80,31 +76,42 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         NotWrittenError: The system refused, as when the disk is full; the old file is as it was.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        # A new file, never one that lies there under this name.
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | CAREFULLY, 0o666))
-        mode = temporary.stat().st_mode
-        write(temporary)
-        temporary.chmod(mode)  # some writers make private files; a run folder is as open as the user's umask says
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
+    with writing(path):
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise not_written(path, error) from None
-        raise
+            # A new file, never one that lies there under this name.
+            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | CAREFULLY, 0o666))
+            mode = temporary.stat().st_mode
+            write(temporary)
+            temporary.chmod(mode)  # some writers make private files; a run folder is as open as the user's umask says
+            _sync(temporary)
+            temporary.replace(path)
+            _sync(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def not_written(path: Path, error: OSError) -> NotWrittenError:
     """Return the sentence about a file that the system would not take."""
     return NotWrittenError(f"cannot write {path}: {error.strerror or error}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in that sentence what goes wrong inside the block."""
+    try:
+        yield
+    except OSError as error:
+        raise not_written(path, error) from None
 
 
 def remove(path: Path) -> None:
@@ -115,15 +122,6 @@ def remove(path: Path) -> None:
         raise NotWrittenError(f"cannot remove {path}: {error.strerror or error}") from None
 
 
-def append(file: int, data: bytes, path: Path) -> None:
-    """Write to the end of an open file, past all buffers: other processes see it at once."""
-    try:
-        while data:
-            data = data[os.write(file, data) :]
-    except OSError as error:
-        raise not_written(path, error) from None
-
-
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write text or bytes atomically."""
     data = content.encode("utf-8") if isinstance(content, str) else content
@@ -131,17 +129,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON atomically."""
     write_whole(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_toml(path: Path, data: Mapping[str, Any]) -> None:
-    """Write TOML atomically."""
     write_whole(path, as_toml(data))
 
 
 def as_toml(data: Mapping[str, Any]) -> str:
-    """Return a table as TOML text."""
     text: str = need("tomli_w", "runs").dumps(dict(data))
     return text
 

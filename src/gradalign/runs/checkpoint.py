@@ -29,14 +29,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, kw_only=True)
 class Belongs:
-    """What a checkpoint belongs to.
-
-    Attributes:
-        seconds: The time spent until then.
-        spec: The digest of the run's spec.
-        metrics_bytes: How much of the metrics was written at that moment.
-        metrics: The digest of that part.
-    """
+    """The seconds spent until a checkpoint, its spec's digest, the length of the metrics then, and their digest."""
 
     seconds: float
     spec: str
@@ -45,7 +38,6 @@ class Belongs:
 
 
 def digest_of(data: bytes) -> str:
-    """Return the digest of bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -66,12 +58,12 @@ def require_writable(model: nn.Module) -> None:
 
     save = need("safetensors.torch", "runs").save
     state = model.state_dict()
-    odd = next((name for name, value in state.items() if not isinstance(value, Tensor)), None)
-    if odd is not None:
-        raise GradalignError(
-            f"the model's state has {odd}, a {type(state[odd]).__name__}, and only tensors can be written; let "
-            "get_extra_state return a tensor, or run without a folder"
-        )
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise GradalignError(
+                f"the model's state has {name}, a {type(value).__name__}, and only tensors can be written; let "
+                "get_extra_state return a tensor, or run without a folder"
+            )
     try:
         # Kind and layout decide, not the values, so none are copied.
         save({name: tensor.detach().new_empty(0).cpu() for name, tensor in state.items()})
@@ -80,7 +72,6 @@ def require_writable(model: nn.Module) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
-    """Write tensors; a crash leaves the file before."""
     failed, save_file = need("safetensors", "runs").SafetensorError, need("safetensors.torch", "runs").save_file
 
     def write(file: Path) -> None:
@@ -94,7 +85,6 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str,
 
 
 def load_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read tensors and the header's notes."""
     safe_open = need("safetensors", "runs").safe_open
     open_file(path).close()  # a link, a pipe or a device is refused before safetensors opens it
     try:
@@ -116,7 +106,6 @@ def _digest(tensors: Mapping[str, Tensor], note: str) -> str:
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], belongs: Belongs) -> None:
-    """Write a checkpoint; a crash leaves the one before."""
     text = json.dumps({**counters, **asdict(belongs)}, sort_keys=True)
     save_tensors(path, tensors, {NOTE: text, DIGEST: _digest(tensors, text)})
 
@@ -125,9 +114,8 @@ def load_checkpoint(path: Path, make: Callable[[dict[str, Tensor], dict[str, Any
     """Read a checkpoint that is what was written; ``make`` makes the state of its tensors and counters."""
     tensors, header = load_tensors(path, "checkpoint")
     if NOTE not in header or DIGEST not in header:
-        raise GradalignError(
-            f"{path} has no digest to check it by: it is damaged, or an earlier version wrote it; {WHAT_TO_DO}"
-        )
+        problem = "has no digest to check it by: it is damaged, or an earlier version wrote it"
+        raise GradalignError(f"{path} {problem}; {WHAT_TO_DO}")
     if _digest(tensors, header[NOTE]) != header[DIGEST]:
         raise GradalignError(f"{path} is damaged: it does not match its digest; {WHAT_TO_DO}")
     try:
@@ -136,15 +124,9 @@ def load_checkpoint(path: Path, make: Callable[[dict[str, Tensor], dict[str, Any
         note = None
     if not isinstance(note, dict):
         raise GradalignError(f"{path} is not a checkpoint of this library; {WHAT_TO_DO}")
+    kinds = {"seconds": float, "spec": str, "metrics_bytes": int, "metrics": str}
     try:
-        state = make(tensors, note)
-        belongs = Belongs(
-            seconds=float(note["seconds"]),
-            spec=str(note["spec"]),
-            metrics_bytes=int(note["metrics_bytes"]),
-            metrics=str(note["metrics"]),
-        )
+        return make(tensors, note), Belongs(**{name: kind(note[name]) for name, kind in kinds.items()})
     except (KeyError, TypeError, ValueError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else error
         raise GradalignError(f"{path} is not a whole checkpoint: {missing}; {WHAT_TO_DO}") from None
-    return state, belongs

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,39 +14,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from gradalign import runs
 from gradalign.errors import DivergedError, FolderInUseError, GradalignError, NotWrittenError, RunEndedError
-from gradalign.runs import (
-    CAREFULLY,
-    CHECKPOINT,
-    CLASS_COUNTS,
-    FAILURE,
-    LOCK,
-    METRICS,
-    MODEL,
-    SPEC,
-    SUMMARY,
-    TENSORBOARD,
-    WANDB,
-    as_toml,
-    differing_fields,
-    remove,
-    write_json,
-    write_whole,
-)
+from gradalign.runs import CHECKPOINT, CLASS_COUNTS, FAILURE, METRICS, MODEL, SPEC, SUMMARY, TENSORBOARD, WANDB
 from gradalign.runs import checkpoint as checkpoints
 from gradalign.runs.checkpoint import WHAT_TO_DO, Belongs, digest_of, digest_of_file, digest_of_settings
 from gradalign.runs.metrics import LARGEST_METRICS, MetricsFile, rows_in
-from gradalign.runs.untrusted import is_file, is_there, read_bytes, read_spec, read_table, why_not
+from gradalign.runs.untrusted import is_file, is_there, open_file, read_bytes, read_spec, read_table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 DIGESTS = "sha256"
 """Where a summary has the digests of what belongs to it."""
 _MOST_TOLD = 8
-
-
 _locks: set[IO[bytes]] = set()
 
 
@@ -62,18 +42,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
-def _open_lock(path: Path) -> IO[bytes]:
-    """Open the lock, which nothing is ever written to: it may be anybody's file under another name."""
-    try:
-        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | CAREFULLY, 0o666), "rb")
-    except OSError as error:
-        raise GradalignError(f"{path} {why_not(error)}") from None
-    if not stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
-        lock.close()
-        raise GradalignError(f"{path} is not a file; remove it")
-    return lock
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make the folder if need be and keep other writers out of it inside the block."""
@@ -81,7 +49,8 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(folder, error) from None
-    with _open_lock(folder / LOCK) as lock:
+    # Nothing is ever written to the lock: it may be anybody's file under another name.
+    with open_file(folder / runs.LOCK, flags=os.O_RDWR | os.O_CREAT) as lock:
         try:
             import fcntl
         except ImportError:  # not a Unix: nothing to lock with
@@ -112,10 +81,10 @@ def is_held(folder: Path) -> bool:
         import fcntl
     except ImportError:  # not a Unix: nobody locks, so nobody is known to be gone
         return True
-    if not is_file(folder / LOCK):  # nobody of us holds a link or a pipe
+    if not is_file(folder / runs.LOCK):  # nobody of us holds a link or a pipe
         return False
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY | CAREFULLY)
+        lock = os.open(folder / runs.LOCK, os.O_RDONLY | runs.CAREFULLY)
     except FileNotFoundError:
         return False
     except OSError:
@@ -131,11 +100,10 @@ def is_held(folder: Path) -> bool:
 
 def refuse_strangers(folder: Path, ours: set[str]) -> None:
     """Raise when the folder holds anything that is not ours."""
-    names = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
-    strangers = sorted(names - ours)
+    strangers = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")} - ours
     if strangers:
         raise GradalignError(
-            f"{folder} is not a run folder and not empty (it has {strangers[0]}); choose another --out"
+            f"{folder} is not a run folder and not empty (it has {min(strangers)}); choose another --out"
         )
 
 
@@ -157,7 +125,7 @@ class RunFolder:
 
     def __init__(self, path: Path, spec: Mapping[str, Any], *, resume: bool) -> None:
         self.path = path
-        self._text = as_toml(spec)
+        self._text = runs.as_toml(spec)
         self._spec = tomllib.loads(self._text)
         self._spec_digest = digest_of_settings(self._spec)
         self._metrics = MetricsFile(path / METRICS)
@@ -173,28 +141,27 @@ class RunFolder:
 
     def _check(self, resume: bool) -> None:
         for left_over in self.path.glob(".*.tmp"):
-            remove(left_over)  # of a process that was killed: the lock says that nobody else is here
+            runs.remove(left_over)  # of a process that was killed: the lock says that nobody else is here
         if not (is_there(self.path / SPEC) and self._begun()):
             refuse_strangers(self.path, {SPEC, METRICS, CLASS_COUNTS, FAILURE, TENSORBOARD, WANDB})
-            remove(self.path / FAILURE)
-            write_whole(self.path / SPEC, self._text)
+            runs.remove(self.path / FAILURE)
+            runs.write_whole(self.path / SPEC, self._text)
             return
         if not resume:
-            raise GradalignError(
-                f"{self.path} already holds a run; add --resume to continue it, or choose another --out"
-            )
-        differing = differing_fields(read_spec(self.path), self._spec)
+            problem = "already holds a run; add --resume to continue it, or choose another --out"
+            raise GradalignError(f"{self.path} {problem}")
+        differing = runs.differing_fields(read_spec(self.path), self._spec)
         if differing:
             more = f" (and {len(differing) - _MOST_TOLD} more)" if len(differing) > _MOST_TOLD else ""
             told = "; ".join(differing[:_MOST_TOLD]) + more
             raise GradalignError(f"{self.path} holds a run with other settings: {told}")
-        remove(self.path / FAILURE)
+        runs.remove(self.path / FAILURE)
 
     def _begun(self) -> bool:
         """Return whether there is anything to lose: a run that failed before its first row may start anew."""
         metrics = self.path / METRICS
-        files = (self.path / SUMMARY, self.path / CHECKPOINT)
-        return any(is_there(file) for file in files) or (is_there(metrics) and metrics.lstat().st_size > 0)
+        ended = is_there(self.path / SUMMARY) or is_there(self.path / CHECKPOINT)
+        return ended or (is_there(metrics) and metrics.lstat().st_size > 0)
 
     def _require(self, name: str, fits: bool, problem: str) -> None:
         if not fits:
@@ -244,9 +211,9 @@ class RunFolder:
         return state, belongs.seconds
 
     def note_class_counts(self, held: Mapping[str, Any] | None) -> None:
-        """Write down who holds what, for pictures; once, since resuming does not change it."""
+        """Write down the class counts, for pictures; once, since resuming does not change them."""
         if held is not None and not is_there(self.path / CLASS_COUNTS):
-            write_json(self.path / CLASS_COUNTS, held)
+            runs.write_json(self.path / CLASS_COUNTS, held)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to the metrics, visible to other processes at once."""
@@ -265,7 +232,7 @@ class RunFolder:
 
     def fail(self, reason: str, *, diverged: bool) -> None:
         """Write down why the run ended by itself; ``diverged`` says that resuming it would end the same way."""
-        write_json(self.path / FAILURE, {"failure": " ".join(reason.split()), "diverged": diverged})
+        runs.write_json(self.path / FAILURE, {"failure": " ".join(reason.split()), "diverged": diverged})
 
     def finish(self, model: Mapping[str, Tensor], summary: Mapping[str, Any]) -> dict[str, Any]:
         """Write the model, then the summary, whose presence says that the run is complete; return the summary.
@@ -281,12 +248,11 @@ class RunFolder:
             as_read = json.loads(json.dumps({**summary, DIGESTS: digests}))  # lists for tuples, words for other keys
             digests[SUMMARY] = digest_of_settings(as_read)
             whole = {**summary, DIGESTS: digests}
-            write_json(self.path / SUMMARY, whole)
-            remove(self.path / CHECKPOINT)
+            runs.write_json(self.path / SUMMARY, whole)
+            runs.remove(self.path / CHECKPOINT)
         return whole
 
     def close(self) -> None:
-        """Close the files and let go of the lock."""
         self._metrics.close()
         self._held.close()
 

@@ -7,26 +7,15 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gradalign.runs import CAREFULLY, METRICS, append, not_written, write_whole
+from gradalign.runs import CAREFULLY, METRICS, write_whole, writing
 from gradalign.runs.untrusted import UnreadableError, is_there, number_of, open_file, parse_json, read_bytes, why_not
 
 LARGEST_METRICS = 512 * 2**20
-COLUMNS = (
-    "round",
-    "seconds",
-    "test_accuracy",
-    "test_loss",
-    "validation_accuracy",
-    "validation_loss",
-    "r",
-    "drift",
-    "train_loss",
-)
-"""What is remembered of a row while a run is followed."""
+SHOWN = ("seconds", "test_accuracy", "test_loss", "validation_accuracy", "validation_loss", "r", "drift", "train_loss")
+"""What is remembered of a row, beside its round, while a run is followed."""
 
 
 def row_of(line: bytes) -> dict[str, Any] | None:
@@ -43,24 +32,20 @@ def row_of(line: bytes) -> dict[str, Any] | None:
 def _lines(raw: bytes, last: int = -1) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """Yield number, line and row; None for a line that is no row, or whose round does not come after the last one."""
     for number, line in enumerate(io.BytesIO(raw), start=1):
-        if not line.strip():
-            continue
-        row = row_of(line)
-        if row is not None and row["round"] > last:
-            last = row["round"]
+        if line.strip():
+            row = row_of(line)
+            row = row if row is not None and row["round"] > last else None
+            last = last if row is None else row["round"]
             yield number, line, row
-        else:
-            yield number, line, None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run's metrics: a last line cut short is left out, any other that is no row spoils the file."""
+    """Read the rows of a run's metrics: a last line cut short is left out, any other must be one."""
     path = folder / METRICS
     return rows_in(read_bytes(path, LARGEST_METRICS), path)
 
 
 def rows_in(raw: bytes, path: Path) -> list[dict[str, Any]]:
-    """Return the rows in what was read of the metrics."""
     rows = []
     for number, line, row in _lines(raw):
         if row is not None:
@@ -96,10 +81,9 @@ class MetricsTail:
                 if which != self._file or status.st_size < self._offset:
                     self._forget(which)
                 file.seek(self._offset)
-                if not self._take(file.read()):
+                while not self._take(file.read()):
                     self._forget(which)
                     file.seek(0)
-                    self._take(file.read())
         except OSError as error:
             raise UnreadableError(self.path, f"{{file}} {why_not(error)}") from None
 
@@ -117,14 +101,13 @@ class MetricsTail:
         self.bad_line = self.bad_line or (bad[0] if bad else None)
         for _, _, row in found:
             if row is not None:
-                self.rows.append({name: number_of(row.get(name)) for name in COLUMNS} | {"round": row["round"]})
+                self.rows.append({name: number_of(row.get(name)) for name in SHOWN} | {"round": row["round"]})
         self._offset += len(whole)
         self._count += whole.count(b"\n")
         return True
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
+class Mark(NamedTuple):
     """The first part of the metrics: how long it is, and its digest."""
 
     length: int
@@ -137,28 +120,23 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
-        self._begin_with(b"")
-
-    def _begin_with(self, rows: bytes) -> None:
-        self._written, self._length = hashlib.sha256(rows), len(rows)
+        self._written, self._length = hashlib.sha256(), 0
         self._marks: dict[int, Mark] = {}
 
     def begin(self, rows: bytes, round_index: int | None) -> None:
         """Put these rows in the place of what was there; the last of them is of this round."""
         write_whole(self.path, rows)
-        self._begin_with(rows)
-        if round_index is not None:
-            self._marks = {round_index: self.whole}
+        self._written, self._length = hashlib.sha256(rows), len(rows)
+        self._marks = {} if round_index is None else {round_index: self.whole}
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row, visible to other processes at once."""
-        data = (json.dumps(row, allow_nan=False) + "\n").encode()
-        if self._file is None:
-            try:
+        """Add one row, past all buffers: other processes see it at once."""
+        data = left = (json.dumps(row, allow_nan=False) + "\n").encode()
+        with writing(self.path):
+            if self._file is None:
                 self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | CAREFULLY, 0o666)
-            except OSError as error:
-                raise not_written(self.path, error) from None
-        append(self._file, data, self.path)
+            while left:
+                left = left[os.write(self._file, left) :]
         self._written.update(data)
         self._length += len(data)
         last = row["round"]
@@ -166,8 +144,7 @@ class MetricsFile:
 
     @property
     def whole(self) -> Mark:
-        """All that was written."""
-        return Mark(length=self._length, digest=self._written.hexdigest())
+        return Mark(self._length, self._written.hexdigest())
 
     def until(self, round_index: int) -> Mark | None:
         """Return what was written up to this round's row; known of the last two, since a run may stop between them."""
@@ -176,13 +153,10 @@ class MetricsFile:
     def sync(self) -> None:
         """Return when all of it is on the disk."""
         if self._file is not None:
-            try:
+            with writing(self.path):
                 os.fsync(self._file)
-            except OSError as error:
-                raise not_written(self.path, error) from None
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             os.close(self._file)
         self._file = None

@@ -8,23 +8,14 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gradalign.errors import shown_text
 from gradalign.runs import CHECKPOINT, CLASS_COUNTS, COMPARISON, METRICS, SPEC, SUMMARY, SWEEP, TRIALS, safe_name
 from gradalign.runs.metrics import read_metrics
-from gradalign.runs.untrusted import (
-    Failure,
-    UnreadableError,
-    is_there,
-    number_of,
-    read_failure,
-    read_optional,
-    read_table,
-)
+from gradalign.runs.untrusted import UnreadableError, is_there, number_of, read_failure, read_optional, read_table
 
 State = Literal["complete", "diverged", "unfinished"]
-STATES: tuple[State, ...] = ("complete", "diverged", "unfinished")
 Row = dict[str, float]
 _DEEPEST, _MOST_FOLDERS, _MOST_CELLS = 40, 100_000, 200_000
 _NO_RUN = "there is no run in it"
@@ -47,7 +38,7 @@ def _skip(folder: object, reason: object) -> Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldClassCounts:
-    """Who holds what: counts (clients, classes), the classes' names, and how many clients there are in all."""
+    """Examples by (client, class), the classes' names, and how many clients there are in all."""
 
     counts: list[list[int]]
     names: list[str]
@@ -81,7 +72,6 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """The run's seed."""
         return int(self.spec.get("seed", 0))
 
 
@@ -180,18 +170,16 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
 
 def _sweep_of(folder: Path) -> Path | None:
     """Return the sweep that a run is a trial of: trials lie in trials/STAGE/TRIAL below its folder."""
-    place = Path(os.path.abspath(folder))
-    if len(place.parts) < 4 or place.parent.parent.name != TRIALS or not is_there(place.parents[2] / SWEEP):
-        return None
-    return place.parents[2]
+    above = Path(os.path.abspath(folder)).parents
+    is_trial = len(above) > 2 and above[1].name == TRIALS and is_there(above[2] / SWEEP)
+    return above[2] if is_trial else None
 
 
 def _cut_short(sweep: Path, trials: Sequence[Path]) -> Skipped:
     """Say in one line what is left out of a sweep: there may be hundreds."""
     count = f"{len(trials)} trial{'s' * (len(trials) > 1)}"
-    why = "not finished: ended early, or the sweep is not done"
-    if is_there(sweep / SUMMARY):
-        why = "that the sweep ended early"
+    done = is_there(sweep / SUMMARY)
+    why = "that the sweep ended early" if done else "not finished: ended early, or the sweep is not done"
     return _skip(os.path.normpath(trials[0] / ".." / ".."), f"{count} {why}; --unfinished shows them")
 
 
@@ -199,7 +187,7 @@ def _without_repeats(runs: list[Run]) -> tuple[list[Run], list[Skipped]]:
     """Return the runs with other settings or seeds, the finished ones first choice, and the copies of them."""
     first: dict[str, Run] = {}
     repeated = []
-    for run in sorted(runs, key=lambda run: STATES.index(run.state)):
+    for run in sorted(runs, key=lambda run: get_args(State).index(run.state)):
         same = first.setdefault(canonical([run.entry or run.spec["algorithm"]["name"], run.spec]), run)
         if same is not run:
             repeated.append(_skip(run.folder, f"the same settings and seed as {same.folder}"))
@@ -215,12 +203,14 @@ def canonical(value: Any) -> str:
 def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
     spec = read_table(folder / SPEC)
     _check_spec(folder, spec)
-    failure = read_failure(folder)
     entry, place, comparison = _place_in_comparison(folder, comparisons)
-    if failure is None and comparison is not None:
-        failure = _failure_in(comparisons[comparison], folder)
+    own = read_failure(folder)
+    if own is None and comparison is not None:
+        failure = _divergence_in(comparisons[comparison], folder)
+        diverged = failure is not None
+    else:
+        failure, diverged = (None, False) if own is None else (own.reason, own.diverged)
     complete = is_there(folder / SUMMARY)
-    diverged = failure is not None and failure.diverged
     metrics = folder / METRICS
     if not complete and not diverged and not is_there(metrics):
         raise UnreadableError(metrics, "{file} is missing", f"it has no {METRICS}: the run has not begun")
@@ -235,7 +225,7 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
         rows=rows,
         summary=read_table(folder / SUMMARY) if complete else {},
         state="complete" if complete else "diverged" if diverged else "unfinished",
-        failure=failure.reason if failure is not None and not complete else None,
+        failure=None if complete else failure,
         held=_read_class_counts(folder / CLASS_COUNTS),
         place=place,
     )
@@ -277,7 +267,7 @@ def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) 
     return None, 0, None
 
 
-def _failure_in(comparison: Mapping[str, Any], folder: Path) -> Failure | None:
+def _divergence_in(comparison: Mapping[str, Any], folder: Path) -> str | None:
     """Return what a comparison's summary says of a run that diverged."""
     wanted = "/".join(Path(os.path.abspath(folder)).parts[-2:])
     table = comparison["summary"].get("algorithms")
@@ -286,7 +276,7 @@ def _failure_in(comparison: Mapping[str, Any], folder: Path) -> Failure | None:
         for run in runs if isinstance(runs, list) else []:
             if isinstance(run, dict) and run.get("folder") == wanted:
                 reason = run.get("failure")
-                return Failure(reason=shown_text(reason), diverged=True) if isinstance(reason, str) else None
+                return shown_text(reason) if isinstance(reason, str) else None
     return None
 
 

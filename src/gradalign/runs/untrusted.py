@@ -30,12 +30,9 @@ ABSURD = 1e100
 
 
 class UnreadableError(GradalignError):
-    """A file is not what a run folder has there; ``reason`` says so beside the folder's name.
+    """A file is not what a run folder has there: ``problem`` is a sentence about "{file}".
 
-    Args:
-        path: The file.
-        problem: A sentence about "{file}".
-        reason: The same beside the folder's name, where "its spec.toml …" would not do.
+    ``reason`` is the same beside the folder's name, given where "its spec.toml …" would not do.
     """
 
     def __init__(self, path: Path, problem: str, reason: str | None = None) -> None:
@@ -57,17 +54,17 @@ def is_there(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether the folder has a file of this name."""
+    """Return whether it is a file itself, no link to one."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):
         return False
 
 
-def open_file(path: Path, largest: int | None = None) -> io.BufferedReader:
+def open_file(path: Path, largest: int | None = None, *, flags: int = os.O_RDONLY) -> io.BufferedReader:
     """Open a regular file of bounded size; a link may lead anywhere, a pipe or a device would wait for ever."""
     try:
-        number = os.open(path, os.O_RDONLY | CAREFULLY)
+        number = os.open(path, flags | CAREFULLY, 0o666)
     except (FileNotFoundError, NotADirectoryError):
         raise UnreadableError(path, "{file} is missing", f"it has no {path.name}") from None
     except (OSError, ValueError) as error:
@@ -94,7 +91,6 @@ def why_not(error: OSError | ValueError) -> str:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Read a whole file."""
     with open_file(path, largest) as file:
         try:
             return file.read(os.fstat(file.fileno()).st_size)  # no more, should it grow
@@ -177,14 +173,11 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         table = parse_toml(raw) if kind == "TOML" else parse_json(raw)
     except ValueError as error:
-        raise UnreadableError(path, f"{{file}} is not valid {kind}: {_short(error)}") from None
+        why = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)[:200]
+        raise UnreadableError(path, f"{{file}} is not valid {kind}: {why}") from None
     if not isinstance(table, dict):
         raise UnreadableError(path, "{file} is not a table")
     return table
-
-
-def _short(error: ValueError) -> str:
-    return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)[:200]
 
 
 def read_optional(path: Path) -> dict[str, Any]:
@@ -196,7 +189,6 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 
 def read_spec(folder: Path) -> dict[str, Any]:
-    """Read a run folder's spec."""
     if not is_there(folder / SPEC):
         raise GradalignError(f"{folder} is not a run folder: it has no {SPEC}")
     return read_table(folder / SPEC)

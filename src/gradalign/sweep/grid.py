@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.recipes import merge
-from gradalign.recipes.build import ALGORITHMS, accepted_parameters, algorithm_names
+from gradalign.recipes.build import accepted_parameters, parts_of
 from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, explain
 
 Value = float | int | str
@@ -115,8 +115,7 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
     wrong = [name for name in not_its_own if name in given]
     if wrong:
         raise GradalignError(f"--grid {wrong[0]}: {spec.algorithm.name} has no such parameter")
-    parts = [ALGORITHMS[name] for name in algorithm_names(spec.algorithm.name) if name in ALGORITHMS]
-    if any(part.one_step for part in parts) and not {"K", "epochs"} & set(given):
+    if any(part.one_step for part in parts_of(spec.algorithm.name).values()) and not {"K", "epochs"} & set(given):
         lists.pop("epochs", None)
         lists["K"] = [1]
     return {name: values for name, values in lists.items() if name not in not_its_own}

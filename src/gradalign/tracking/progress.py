@@ -6,20 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradalign.errors import shown_text
 
@@ -71,12 +61,10 @@ class SweepBar:
         self._console, self._progress = console, progress
         self._units = dict(units)
         self._done: dict[str, int] = {}
-        self._rounds, self._stage, self._trials = 1, "", 0
-        self._settled = 0
+        self._stage, self._trials, self._rounds, self._settled = "", 0, 1, 0
         self._bar = None if progress is None else progress.add_task("sweep", total=sum(units.values()), note="")
 
     def say(self, text: str) -> None:
-        """Print one line above the bar."""
         self._console.print(escape(text), soft_wrap=True, highlight=False)
 
     def begin(self, stage: str, trials: int, rounds: int) -> None:
@@ -91,19 +79,13 @@ class SweepBar:
         self._show(f"{waiting} at work elsewhere" if waiting else "")
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Note a round of the trial at work."""
         self._show(accuracy_note(row), row["round"])
 
     def _show(self, note: str, rounds: int = 0) -> None:
-        if self._progress is None or self._bar is None:
-            return
-        self._progress.update(
-            self._bar,
-            description=f"{self._stage} {self._settled}/{self._trials}",
-            total=sum(self._units.values()),
-            completed=sum(self._done.values()) + rounds,
-            note=note,
-        )
+        if self._progress is not None and self._bar is not None:
+            name = f"{self._stage} {self._settled}/{self._trials}"
+            total, completed = sum(self._units.values()), sum(self._done.values()) + rounds
+            self._progress.update(self._bar, description=name, total=total, completed=completed, note=note)
 
 
 @contextmanager
@@ -116,44 +98,39 @@ def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[
         return
     narrow = BarColumn(bar_width=16)  # with the time left, all of it fits in 80 columns
     left = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
-    columns = (_NAME, narrow, TaskProgressColumn(), _NOTE, *left)
+    columns = (_NAME, narrow, bars.TaskProgressColumn(), _NOTE, *left)
     # Trials that end early make the bar jump: the time left follows the speed of a long while.
     with Progress(*columns, console=console, transient=True, speed_estimate_period=_SPEED_SECONDS) as progress:
         yield SweepBar(progress.console, progress, units)
 
 
 class _DownloadBar:
-    """What pooch reports a download to, drawn as a bar."""
+    """What a download tells its size and each part to, drawn as a bar; the context that yields it closes it."""
 
-    def __init__(self, progress: Progress, bar: TaskID) -> None:
+    def __init__(self, progress: Progress, bar: bars.TaskID) -> None:
         self._progress, self._bar = progress, bar
-        self._total = 0
 
     @property
-    def total(self) -> int:
-        return self._total
+    def total(self) -> float | None:
+        return self._progress.tasks[self._bar].total
 
     @total.setter
-    def total(self, size: int) -> None:
-        self._total = size
+    def total(self, size: float | None) -> None:
         self._progress.update(self._bar, total=size or None)
 
     def update(self, count: int) -> None:
         self._progress.update(self._bar, advance=count)
 
-    def reset(self) -> None:
-        self._progress.update(self._bar, completed=0)
-
     def close(self) -> None:
-        """The bar is closed with its context."""
+        pass
 
 
 @contextmanager
-def download_bar(name: str) -> Iterator[_DownloadBar | bool]:
-    """Show a download's progress in a terminal; elsewhere False, which tells pooch to show none."""
+def download_bar(name: str) -> Iterator[_DownloadBar | None]:
+    """Show a download's progress in a terminal; elsewhere there is no bar."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield False
+        yield None
         return
-    with Progress(_NAME, BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console) as progress:
+    with Progress(_NAME, BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), console=console) as progress:
         yield _DownloadBar(progress, progress.add_task(_plain(name), total=None))

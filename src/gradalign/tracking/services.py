@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gradalign.errors import GradalignError, need
 from gradalign.runs import TENSORBOARD, WANDB, as_toml
@@ -55,11 +56,10 @@ class TensorBoard:
         # What a TensorBoard has read of them so far is purged from the first step on.
         self._writer = SummaryWriter(str(folder), purge_step=0 if before else None)
         self._hparams = {
-            key: value if isinstance(value, bool | int | float | str) else str(value)
+            key: value if isinstance(value, int | float | str) else str(value)
             for key, value in flat_settings(run.settings).items()
         }
-        settings = "".join(f"    {line}\n" for line in as_toml(run.settings).splitlines())
-        self._writer.add_text("settings", settings, 0)
+        self._writer.add_text("settings", textwrap.indent(as_toml(run.settings), "    ", lambda line: True), 0)
         spent = run.earlier[-1].get("seconds") if run.earlier else None
         self._began = time.time() - (spent or 0.0)
         for row in run.earlier:
@@ -129,12 +129,13 @@ class WeightsAndBiases:
         home = self._folder or run.folder
         # Only in the run folder it is certain that they are this run's.
         before = _former(_own(run.folder / WANDB)) if run.folder is not None and self._folder is None else []
-        if before:
-            _let_the_second_pass(before[-1])
+        # wandb calls folders by the second they are made in: a new one must not get the last one's name.
+        while before and before[-1].second == time.strftime("%Y%m%d_%H%M%S"):
+            time.sleep(0.02)
         try:
             self._run = wandb.init(
                 **self._given,
-                id=_id_of(before[-1]) if before else None,
+                id=before[-1].id if before else None,
                 resume="allow",
                 name=run.name,
                 group=self._group or run.settings.get("name"),
@@ -154,7 +155,7 @@ class WeightsAndBiases:
             self.log(row)
         if self._run.offline:
             for old in before:  # the new record has all of it: syncing both would send rounds twice
-                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(old.folder, ignore_errors=True)
 
     def log(self, row: Row) -> None:
         """Send a row as the step of its round."""
@@ -170,22 +171,17 @@ class WeightsAndBiases:
         run.finish(exit_code=0 if summary is not None else 1)
 
 
-def _former(folder: Path) -> list[Path]:
-    """Return wandb's folders of the run so far, oldest first."""
-    found = [path for path in folder.glob("*run-*") if path.is_dir() and not path.is_symlink()]
-    return sorted((path for path in found if _NAMED.fullmatch(path.name)), key=lambda path: path.name.split("-")[-2])
-
-
 _NAMED = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(\w+)")
 
 
-def _id_of(folder: Path) -> str:
-    match = _NAMED.fullmatch(folder.name)
-    return match[2] if match else ""
+class _Former(NamedTuple):
+    second: str
+    id: str
+    folder: Path
 
 
-def _let_the_second_pass(folder: Path) -> None:
-    """Wait until wandb would give a new folder another name: folders are called by the second they are made in."""
-    match = _NAMED.fullmatch(folder.name)
-    while match and match[1] == time.strftime("%Y%m%d_%H%M%S"):
-        time.sleep(0.02)
+def _former(folder: Path) -> list[_Former]:
+    """Return wandb's folders of the run so far, oldest first."""
+    folders = [path for path in folder.glob("*run-*") if path.is_dir() and not path.is_symlink()]
+    named = [(_NAMED.fullmatch(path.name), path) for path in folders]
+    return sorted(_Former(match[1], match[2], path) for match, path in named if match)
