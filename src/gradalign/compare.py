@@ -31,9 +31,8 @@ from gradalign.runs import (
 from gradalign.runs.folder import locked, refuse_strangers
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table as read_toml
-from gradalign.server.measure import Row
+from gradalign.server.measure import Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
-from gradalign.server.summary import rounds_to, versions
 from gradalign.tasks.task import Task
 
 CURVES_SHOWN = ("test_accuracy", "test_loss", "r")

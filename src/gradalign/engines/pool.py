@@ -58,6 +58,7 @@ class PoolEngine(LocalClients):
     def __init__(self, setup: Setup, workers: int, *, method: str | None = None) -> None:
         self._setup = setup
         self._context: Any = torch.multiprocessing.get_context(method or start_method())
+        self._forks = self._context.get_start_method() == "fork"
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
         self._group = Group(setup)
@@ -67,18 +68,13 @@ class PoolEngine(LocalClients):
         if setup.algorithm is not None:
             self._buffers.make_room(setup.algorithm)
         self._messages = Messages(self._buffers, setup.algorithm)
-        self._phase = 0
-        self._wanted = workers
+        self._phase, self._wanted = 0, workers
         self._workers: list[_Worker] = []
         try:
             self._start_missing()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _forks(self) -> bool:
-        return bool(self._context.get_start_method() == "fork")
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._wanted:
@@ -155,16 +151,12 @@ class PoolEngine(LocalClients):
         """Give out jobs as slots and workers become free; yield the answers in the jobs' order."""
         free = deque(range(self._slots))
         answered: dict[int, tuple[Job, Any]] = {}
-        given, handed_on, exhausted = 0, 0, False
+        given = handed_on = 0
         self._start_missing()
         try:
             while True:
                 idle = [worker for worker in self._workers if worker.busy is None]
-                while idle and free and not exhausted:
-                    make = next(jobs, None)
-                    if make is None:
-                        exhausted = True
-                        break
+                while idle and free and (make := next(jobs, None)) is not None:
                     self._assign(idle.pop(), _Assignment(given, make(slot=free.popleft())))
                     given += 1
                 if handed_on in answered:
@@ -174,7 +166,7 @@ class PoolEngine(LocalClients):
                     yield answer
                     free.append(job.slot)
                     handed_on += 1
-                elif handed_on == given and exhausted:
+                elif handed_on == given:  # all are idle and all slots free, so there was no further job
                     return
                 else:
                     for task, answer in self._answers():
@@ -215,19 +207,18 @@ class PoolEngine(LocalClients):
 
     def _job(self, *, slot: int, said: bytes, who: list[Participant], rows: Mapping[int, Tensor] | None) -> Job:
         """Return a group's job, its k_i being written to the slot."""
-        kept, entries = self._buffers.kept, self._group.cache.entries
+        places, entries = self._buffers.kept, self._group.cache.entries
+        for row, one in enumerate(who):
+            if one.kept:
+                kept = {label: places[label][slot, row].copy_(own) for label, own in one.kept.items()}
+                who[row] = replace(one, kept=kept)
         clients = [one.client for one in who]
         return Job(
             slot=slot,
             phase=self._phase,
             said=said,
             trains=rows is None,
-            who=[
-                replace(one, kept={label: kept[label][slot, row].copy_(own) for label, own in one.kept.items()})
-                if one.kept
-                else one
-                for row, one in enumerate(who)
-            ],
+            who=who,
             known={client: entries[client] for client in clients if client in entries},
             rows={client: rows[client] for client in clients if rows and client in rows},
         )
@@ -244,8 +235,7 @@ class PoolEngine(LocalClients):
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
         """Yield ∇f_i(x), of every client or summed over neighbours; each one's own stays in shared memory."""
         # Measured gradients are of use to a round only where it takes them one by one, too.
-        alone = self._group.width(replace(told, one_by_one=False)) == 1
-        used = told.algorithm.uses_own_gradient and (told.participants > 0 or alone)
+        used = told.algorithm.uses_own_gradient and (told.participants > 0 or self._group.alone(told))
         clients = [one.client for one in who] if used else []
         said = self._begin(told, clients)
         return self._replies(told, said, who, self._free_rows(clients))

@@ -9,18 +9,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.view import SharedSums
 from gradalign.client.exchange import Broadcast, Participant, Reply, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
 from gradalign.errors import DivergedError, TooFewClientsError
-from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server.federation import Federation, ServerState, Totals
 
 
@@ -74,17 +71,6 @@ class Sums:
         self.kept.setdefault(label, {})[client] = new
         change = self.kept_change.setdefault(label, torch.zeros(new.shape, dtype=torch.float64))
         change.add_(new if old is None else new - old, alpha=weight)
-
-    def shared(self, label: str, update: Tensor, clients: int) -> SharedSums:
-        """Return what the algorithm with this label may make its next s from."""
-        change = self.kept_change.get(label)
-        return SharedSums(
-            update=update,
-            kept_change=None if change is None else change / self.weight,
-            total_step_size=self.step_size / self.weight,
-            reported=self.reported,
-            clients=clients,
-        )
 
 
 class _Round:
@@ -143,15 +129,12 @@ class _Round:
             self.require_finite("loss", reply)
             sums.add(reply)
             for part in self.told.algorithm.keepers:
-                self._keep(sums, part, known[reply.clients[0]], reply)
+                one = known[reply.clients[0]]
+                view = self.told.view(part.label, one, self.gradients.get(one.client))
+                new = part.keep(view, reply.vector.cpu(), reply.total_step_sizes[0])  # k_i⁺
+                sums.add_kept(part.label, one.client, view.kept, new, reply.weights[0])
         self.require_enough(sums, "training phase", engine)
         return sums
-
-    def _keep(self, sums: Sums, part: Algorithm, one: Participant, reply: Update) -> None:
-        """Work out k_i⁺ from a client's reply."""
-        view = self.told.view(part.label, one, self.gradients.get(one.client))
-        new = part.keep(view, reply.vector.cpu(), reply.total_step_sizes[0])
-        sums.add_kept(part.label, one.client, view.kept, new, reply.weights[0])
 
     def require_finite(self, what: str, reply: Reply) -> None:
         """Say which client of a reply diverged, when one did."""
@@ -208,8 +191,15 @@ class _Round:
             return after
         mean, shared = sums.vector / sums.weight, dict(state.shared)
         for part in algorithm.parts:
-            known = sums.shared(part.label, mean, len(self.federation.task.clients))
-            new = part.next_shared(state.shared.get(part.label), known)
+            change = sums.kept_change.get(part.label)
+            seen = SharedSums(
+                update=mean,
+                kept_change=None if change is None else change / sums.weight,
+                total_step_size=sums.step_size / sums.weight,
+                reported=sums.reported,
+                clients=len(self.federation.task.clients),
+            )
+            new = part.next_shared(state.shared.get(part.label), seen)
             if new is not None:
                 shared[part.label] = new
         update = algorithm.corrected(mean, shared, sums.reported)
@@ -241,11 +231,3 @@ def play_round(federation: Federation, engine: Engine, state: ServerState) -> tu
             failed=play.sampled - silent - sums.reported,
         )
         return play.close(sums), facts
-
-
-def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
-    """Return the fixed clients on which alignment and training loss are measured: all, or 0 and a seeded choice."""
-    if limit >= clients:
-        return list(range(clients))
-    others = numpy_stream(seed, Purpose.PROBE).choice(clients - 1, limit - 1, replace=False, shuffle=False)
-    return [0, *sorted(int(i) + 1 for i in np.atleast_1d(others))]

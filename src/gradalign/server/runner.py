@@ -37,9 +37,8 @@ from gradalign.runs.checkpoint import require_writable
 from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.federation import Federation, ServerState
-from gradalign.server.measure import Measure, Row, measured_at, settle
+from gradalign.server.measure import Measure, Row, columns, measured_at, row_of, settle, summarise
 from gradalign.server.rounds import RoundFacts, play_round
-from gradalign.server.summary import columns, row_of, summarise
 from gradalign.tasks.class_counts import class_counts_note
 from gradalign.tracking import RunInfo, Trackers
 
@@ -133,7 +132,8 @@ def conduct(
         # The engine first: when the folder is refused, the ranks are there to be told.
         engine = stack.enter_context(engine_maker())
         if isinstance(engine, DistributedEngine) and engine.rank != 0:
-            return follow(federation, engine)
+            (history, summary), point = engine.follow()
+            return Result(history=history, summary=summary, model=_model(federation, point), folder=None)
         folder = None
         if info.folder is not None:
             require_writable(federation.task.make_model(seed))
@@ -169,12 +169,6 @@ def conduct(
         else:
             trackers.end(result.summary)
         return result
-
-
-def follow(federation: Federation, engine: DistributedEngine) -> Result:
-    """Work for rank 0 and return its result."""
-    (history, summary), point = engine.follow()
-    return Result(history=history, summary=summary, model=_model(federation, point), folder=None)
 
 
 def _model(federation: Federation, point: Point) -> nn.Module:
@@ -221,7 +215,7 @@ def _play_all(
     began, saved = time.monotonic() - spent, time.monotonic()
 
     def note(state: ServerState, facts: RoundFacts | None) -> None:
-        measured, _ = measured_at(state, federation, measure, rounds, engine)
+        measured = measured_at(state, federation, measure, rounds, engine)
         rows.append(row_of(state, facts, measured, time.monotonic() - began))
         if folder is not None:
             folder.append(rows[-1])
@@ -257,14 +251,12 @@ def _play_all(
 
 def _play_patiently(federation: Federation, engine: Engine, state: ServerState) -> tuple[ServerState, RoundFacts]:
     """Play a round, again when too few clients answered, as often as the engine has patience."""
-    for left in range(engine.attempts - 1, -1, -1):
+    for _ in range(engine.attempts - 1):
         try:
             return play_round(federation, engine, state)
         except TooFewClientsError as error:
-            if not left:
-                raise
             logger.warning("%s; the round is played again", error)
-    raise AssertionError("an engine makes at least one attempt")
+    return play_round(federation, engine, state)
 
 
 def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:

@@ -17,7 +17,7 @@ from gradalign.recipes import merge
 from gradalign.recipes.scale import describe_scale
 from gradalign.report.figures import COLOURS
 from gradalign.runs import SUMMARY, write_atomically, write_json, write_toml, write_whole
-from gradalign.server.summary import versions
+from gradalign.server.measure import versions
 from gradalign.sweep.grid import Point, apply_point, describe_point, ordered, shown
 from gradalign.sweep.plan import SweepPlan, plain
 from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, Found, Outcome, are_accuracies, best_of, rank
