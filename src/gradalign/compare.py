@@ -16,6 +16,7 @@ from gradalign.recipes import Recipe, unused_changes
 from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
+from gradalign.report import need_packages
 from gradalign.report.statistics import spread_of
 from gradalign.runs import (
     COMPARISON,
@@ -60,7 +61,8 @@ class Finished:
 
 
 def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: Path) -> list[Planned]:
-    """Return all runs, each checked, before any is started."""
+    """Return all runs, each checked, before any is started; so are the packages that the curves and the page need."""
+    need_packages(figures=True)
     if not entries:
         raise GradalignError("--algorithms names no algorithm; give for example fedga,fedavg")
     whole("--seeds", seeds, 1, _MOST_SEEDS)
@@ -217,10 +219,10 @@ def write_comparison(
     folder: Path, finished: Sequence[Finished], curves: Sequence[str] = CURVES_SHOWN
 ) -> dict[str, Any]:
     """Write summary.json and the curves; return the summary."""
-    from gradalign.report.figures import draw_comparison  # slow to import
-
     summary = summarise_comparison(finished)
     if curves and any(run.rows for run in finished):
+        from gradalign.report.figures import draw_comparison  # slow to import
+
         shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
         seeds = f"{len(summary['seeds'])} seed{'s' * (len(summary['seeds']) > 1)}"
         title = f"{summary['name']}: mean of {seeds}, shade from lowest to highest"

@@ -30,15 +30,12 @@ class InProcessEngine(LocalClients):
             yield from replies
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
-        """Yield ∇f_i(x), of every client or summed over groups."""
         return self._replies(self.group.gradients, told, who)
 
     def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
-        """Yield Δ_i, of every client or summed over groups."""
         return self._replies(self.group.train, told, who)
 
     def evaluate(self, point: Point) -> Score | None:
-        """Return the score on the test examples, None when the task has none."""
         examples = self.group.setup.task.test_examples
         if examples is None:
             return None

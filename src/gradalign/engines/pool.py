@@ -233,7 +233,6 @@ class PoolEngine(LocalClients):
             yield from answer.replies
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
-        """Yield ∇f_i(x), of every client or summed over neighbours; each one's own stays in shared memory."""
         # Measured gradients are of use to a round only where it takes them one by one, too.
         used = told.algorithm.uses_own_gradient and (told.participants > 0 or self._group.alone(told))
         clients = [one.client for one in who] if used else []
@@ -241,11 +240,9 @@ class PoolEngine(LocalClients):
         return self._replies(told, said, who, self._free_rows(clients))
 
     def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
-        """Yield Δ_i, of every client or summed over neighbours."""
         return self._replies(told, self._begin(told), who)
 
     def evaluate(self, point: Point) -> Score | None:
-        """Return the score on the test examples, None when the task has none."""
         examples = self._setup.task.test_examples
         if examples is None:
             return None
@@ -253,7 +250,6 @@ class PoolEngine(LocalClients):
         return sum(self._stream(partial(Job, span=span) for span in evaluation_spans(len(examples))), Score())
 
     def close(self) -> None:
-        """End every worker."""
         for worker in list(self._workers):
             worker.process.kill()
         while self._workers:

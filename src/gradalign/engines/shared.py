@@ -95,7 +95,7 @@ class SharedBuffers:
 def changed_settings(now: Combination, known: Combination | None) -> dict[str, dict[str, Any]] | None:
     """Return what a round's algorithm has set otherwise than the one known elsewhere; None if its classes differ.
 
-    So only numbers travel: an algorithm of the user's own may be of a class that cannot be sent.
+    So only numbers are sent: an algorithm of the user's own may be of a class that cannot be sent.
     """
     if known is None or [type(part) for part in now.parts] != [type(part) for part in known.parts]:
         return None

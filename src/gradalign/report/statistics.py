@@ -209,7 +209,7 @@ def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[Tabl
             _mean_and_std(group.finals("communication_rounds"), ",.0f"),
             _mean_and_std(group.finals("seconds"), ".3g"),
         ]
-        number = next(place for place, other in enumerate(groups) if other is group)
+        number = groups.index(group)
         rows.append(TableRow(number=number, label=group.label, seeds=_seeds(group), cells=tuple(cells)))
     return tuple(heads), rows
 

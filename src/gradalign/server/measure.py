@@ -224,14 +224,12 @@ def _mean(values: list[float], weights: list[float]) -> float:
 
 
 def row_of(state: ServerState, facts: RoundFacts | None, measured: Row, seconds: float) -> Row:
-    """Return one row of the metrics."""
     row: Row = {"round": state.round, **asdict(state.totals), **measured}
     row |= {one.name: getattr(facts, one.name) if facts else None for one in fields(RoundFacts)}
     return row | {"seconds": round(seconds, 3)}
 
 
 def columns(rows: list[Row]) -> dict[str, list[Any]]:
-    """Return rows as columns."""
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
 
 
@@ -282,5 +280,4 @@ def rounds_to(rows: list[Row], target: float | None) -> int | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that made a result."""
     return {"gradalign": __version__, "torch": torch.__version__, "python": platform.python_version()}

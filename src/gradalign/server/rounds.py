@@ -49,7 +49,6 @@ class Sums:
 
     @property
     def reported(self) -> int:
-        """How many clients answered."""
         return len(self.weights)
 
     def add(self, reply: Reply) -> None:
@@ -98,7 +97,6 @@ class _Round:
         )
 
     def participants(self) -> Iterator[Participant]:
-        """Yield what is known of the clients, one at a time."""
         total, everyone = sum(self.weights[client] for client in self.clients), self.state.kept
         for client in self.clients:
             weight = self.weights[client]
@@ -147,7 +145,6 @@ class _Round:
         raise self.diverged(what, f"at one of the clients {first} to {others[-1]}")
 
     def diverged(self, what: str, where: str) -> DivergedError:
-        """Return the error that says what became of the round."""
         return DivergedError(
             f"the {what} became NaN or infinite in round {self.state.round + 1} {where} "
             f"(local.lr = {self.told.lr:g}); lower local.lr or algorithm.beta, or set local.clip_norm"
@@ -167,7 +164,6 @@ class _Round:
         )
 
     def spent(self, sums: Sums) -> Totals:
-        """Return the totals after this round."""
         algorithm, x = self.told.algorithm, self.state.point.x
         phases, point, vector = 1 + algorithm.needs_gradients, self.state.point.nbytes, x.numel() * x.element_size()
         gradient = vector if algorithm.needs_gradients else 0
