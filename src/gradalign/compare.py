@@ -36,7 +36,6 @@ from gradalign.server.measure import Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
 from gradalign.tasks.task import Task
 
-CURVES_SHOWN = ("test_accuracy", "test_loss", "r")
 _MOST_SEEDS = 10_000
 
 
@@ -120,17 +119,16 @@ def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) ->
 
 
 def run_comparison(
-    planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None] | None = None
+    planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None]
 ) -> list[Finished]:
     """Run everything in turn; a run that diverges is recorded and the others go on."""
     made: dict[str, Task] = {}
     finished: list[Finished] = []
     for one in planned:
         failure, summary = None, {}
-        note = partial(on_row, one) if on_row is not None else None
+        own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
         try:
-            own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
-            summary = run_spec(one.spec, own, task=_task_of(one, made), on_row=note).summary
+            summary = run_spec(one.spec, own, task=_task_of(one, made), on_row=partial(on_row, one)).summary
         except DivergedError as error:
             failure = str(error)
         rows = read_metrics(one.folder) if (one.folder / METRICS).exists() else []
@@ -171,7 +169,6 @@ def choose_target(finished: Sequence[Finished]) -> float | None:
 
 
 def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
-    """Return what summary.json says."""
     target, on = choose_target(finished), scored_on(finished)
     first = finished[0].planned.spec
     # The paper's numbers are of test data: nothing else is set beside them.
@@ -215,9 +212,7 @@ def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float |
     }
 
 
-def write_comparison(
-    folder: Path, finished: Sequence[Finished], curves: Sequence[str] = CURVES_SHOWN
-) -> dict[str, Any]:
+def write_comparison(folder: Path, finished: Sequence[Finished], curves: Sequence[str]) -> dict[str, Any]:
     """Write summary.json and the curves; return the summary."""
     summary = summarise_comparison(finished)
     if curves and any(run.rows for run in finished):
