@@ -24,7 +24,7 @@ from gradalign.algorithms.plan import FedAvg, combine
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Reply, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup, one_thread
-from gradalign.engines import LocalClients, under_torchrun
+from gradalign.engines import Engine, under_torchrun
 from gradalign.engines.shared import changed_settings
 from gradalign.engines.worker import Failure
 from gradalign.errors import GradalignError, LostRankError
@@ -113,7 +113,7 @@ def _vectors(point: Point) -> tuple[Tensor, Tensor, Tensor]:
     return point.x, point.floats, point.ints
 
 
-class DistributedEngine(LocalClients):
+class DistributedEngine(Engine):
     """Rank 0's side of the job, behind the Engine interface; ``follow`` is the other ranks' side."""
 
     def __init__(self, setup: Setup) -> None:

@@ -11,12 +11,12 @@ import torch
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup, one_thread
-from gradalign.engines import Engine, LocalClients
+from gradalign.engines import Engine
 from gradalign.errors import GradalignError
 from gradalign.fast import Group, Item, evaluation_spans, groups
 
 
-class InProcessEngine(LocalClients):
+class InProcessEngine(Engine):
     """Does the clients' work one group after the other in this process: for GPUs, debuggers and small jobs."""
 
     def __init__(self, setup: Setup) -> None:

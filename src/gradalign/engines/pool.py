@@ -24,7 +24,7 @@ from gradalign import stopping
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
-from gradalign.engines import LocalClients
+from gradalign.engines import Engine
 from gradalign.engines.shared import Messages, SharedBuffers, changed_settings
 from gradalign.engines.worker import Failure, Job, start_method, work
 from gradalign.errors import GradalignError
@@ -37,22 +37,15 @@ ATTEMPTS = 3
 
 
 @dataclass
-class _Assignment:
-    """One job on its way: its place in the order, and how often it was tried."""
-
-    place: int
-    job: Job
-    attempts: int = 0
-
-
-@dataclass
 class _Worker:
     process: Any
     pipe: Connection
-    busy: _Assignment | None = None
+    busy: Job | None = None
+    attempts: int = 0
+    """How often its job was tried, also by workers that died of it."""
 
 
-class PoolEngine(LocalClients):
+class PoolEngine(Engine):
     """N worker processes behind the Engine interface; ``method`` is how they are started, fork or spawn."""
 
     def __init__(self, setup: Setup, workers: int, *, method: str | None = None) -> None:
@@ -115,62 +108,59 @@ class PoolEngine(LocalClients):
         self._start_missing()
         return self._workers[-1]
 
-    def _assign(self, worker: _Worker, task: _Assignment) -> None:
+    def _assign(self, worker: _Worker, job: Job, attempts: int = 0) -> None:
         while True:
-            task.attempts += 1
-            if task.attempts > ATTEMPTS:
+            attempts += 1
+            if attempts > ATTEMPTS:
                 hint = "" if self._forks else '; a script that starts workers needs if __name__ == "__main__"'
                 raise GradalignError(
-                    f"{task.job.whose()} ended its worker process {ATTEMPTS} times; "
+                    f"{job.whose()} ended its worker process {ATTEMPTS} times; "
                     f"it may need more memory than there is, or crash{hint}"
                 )
-            worker.busy = task
+            worker.busy, worker.attempts = job, attempts
             try:
-                worker.pipe.send_bytes(self._messages.written(task.job))
+                worker.pipe.send_bytes(self._messages.written(job))
                 return
             except OSError:
                 worker = self._replace(worker)
 
-    def _answers(self) -> Iterator[tuple[_Assignment, Any]]:
-        """Wait for at least one worker; yield every answer that is there. A dead worker's job is given out again."""
+    def _answers(self) -> Iterator[tuple[int, Any]]:
+        """Wait for at least one worker; yield each answer that is there, with its slot. A dead worker's job goes on."""
         busy = {worker.pipe: worker for worker in self._workers if worker.busy is not None}
         for pipe in wait(list(busy)):
             worker = busy[pipe]  # type: ignore[index]
-            task = worker.busy
-            if task is None:
+            job = worker.busy
+            if job is None:
                 continue
             try:
                 answer = self._messages.read(worker.pipe.recv_bytes())
             except (EOFError, OSError):
-                self._assign(self._replace(worker), task)
+                self._assign(self._replace(worker), job, worker.attempts)
                 continue
             worker.busy = None
-            yield task, answer
+            yield job.slot, answer
 
     def _stream(self, jobs: Iterator[Callable[..., Job]]) -> Iterator[Any]:
         """Give out jobs as slots and workers become free; yield the answers in the jobs' order."""
-        free = deque(range(self._slots))
-        answered: dict[int, tuple[Job, Any]] = {}
-        given = handed_on = 0
+        free, given = deque(range(self._slots)), deque[int]()
+        answered: dict[int, Any] = {}
         self._start_missing()
         try:
             while True:
                 idle = [worker for worker in self._workers if worker.busy is None]
                 while idle and free and (make := next(jobs, None)) is not None:
-                    self._assign(idle.pop(), _Assignment(given, make(slot=free.popleft())))
-                    given += 1
-                if handed_on in answered:
-                    job, answer = answered.pop(handed_on)
-                    if isinstance(answer, Failure):
-                        raise answer.as_error()
-                    yield answer
-                    free.append(job.slot)
-                    handed_on += 1
-                elif handed_on == given:  # all are idle and all slots free, so there was no further job
+                    given.append(free.popleft())
+                    self._assign(idle.pop(), make(slot=given[-1]))
+                if not given:
                     return
-                else:
-                    for task, answer in self._answers():
-                        answered[task.place] = (task.job, answer)
+                if given[0] not in answered:
+                    answered.update(self._answers())
+                    continue
+                answer = answered.pop(given[0])
+                if isinstance(answer, Failure):
+                    raise answer.as_error()
+                yield answer
+                free.append(given.popleft())
         finally:
             # Left early (an error, an interrupt): unfinished work is for nobody. Successors come when needed.
             for worker in [w for w in self._workers if w.busy is not None]:

@@ -63,15 +63,12 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_without_controls
-    )
-    return environment.from_string(_own("page.html.j2"))
+    def clean(value: object) -> object:
+        """Prepare what is about to be escaped; markup that the template has made itself is clean already."""
+        return value if isinstance(value, Markup) else shown_text(value)
 
-
-def _without_controls(value: object) -> object:
-    """Clean what is about to be escaped; markup that the template has made itself is clean already."""
-    return value if isinstance(value, Markup) else shown_text(value)
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=clean)
+    return made.from_string(_own("page.html.j2"))
 
 
 def _own(name: str) -> str:
