@@ -279,7 +279,6 @@ class DistributedEngine(Engine):
         )
 
     def _answer(self, command: str, words: list[Any]) -> None:
-        """Do what is asked and say what came of it."""
         order: Participant | tuple[int, int] = tuple(words)
         if command != "evaluate":
             client, weight, share, labels = words

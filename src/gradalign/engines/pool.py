@@ -93,7 +93,6 @@ class PoolEngine(Engine):
         return _Worker(process, ours)
 
     def worker_pids(self) -> list[int]:
-        """Return the process ids of the workers now alive."""
         return [worker.process.pid for worker in self._workers if worker.process.is_alive()]
 
     def _stop(self, worker: _Worker) -> None:

@@ -137,11 +137,9 @@ class Messages:
         return (name, start // room.itemsize, vector.numel()) if inside else None
 
     def vector_at(self, name: str, start: int, length: int) -> Tensor:
-        """Return the vector that lies in a place."""
         return self._rooms[name][start : start + length]
 
     def written(self, value: object) -> bytes:
-        """Return a job or an answer as bytes."""
         file = io.BytesIO()
         _Writer(file, self).dump(value)
         return file.getvalue()

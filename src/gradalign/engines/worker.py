@@ -52,7 +52,6 @@ class Job:
     span: tuple[int, int] = (0, 0)
 
     def whose(self) -> str:
-        """Say whose work this is."""
         if not self.who:
             return "the evaluation"
         first, last = self.who[0].client, self.who[-1].client

@@ -97,7 +97,6 @@ def _known(curves: Sequence[Curve], axis: str) -> bool:
 
 
 def curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[Curve], axis: str) -> Figure:
-    """Draw one quantity over one axis."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     drawn = {
@@ -131,7 +130,6 @@ def _numbers(values: Sequence[float | None]) -> np.ndarray:
 
 
 def _label(axes: Axes, quantity: Quantity, curves: Sequence[Curve], axis: str) -> None:
-    """Name and scale the axes of one quantity over one axis."""
     values = [value for curve in curves for value in (*curve.low, *(y for line in curve.lines for y in line.y))]
     if quantity.logarithmic and values and min(values) > 0:
         axes.set_yscale("log")

@@ -32,7 +32,6 @@ _COLOURS = 8  # of the page; further groups have them again with other line styl
 
 
 def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], title: str | None = None) -> bytes:
-    """Return the whole page."""
     from plotly.offline import get_plotlyjs
 
     library, script = _inert(get_plotlyjs()), _own("page.js")

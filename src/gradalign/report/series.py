@@ -122,7 +122,6 @@ def curve_of(group: Group, quantity: Quantity) -> Curve:
 
 
 def curves_of(experiment: Experiment, quantity: Quantity) -> list[Curve]:
-    """Return one curve for each group."""
     return [curve_of(group, quantity) for group in experiment.groups]
 
 

@@ -59,7 +59,6 @@ class Federation:
         return spread.at(round_index)
 
     def lr_at(self, round_index: int) -> float:
-        """Return the clients' learning rate in this round."""
         lr = self.local.lr
         return value_at(lr if self.rounds is None else spanning(lr, self.rounds), round_index)
 
