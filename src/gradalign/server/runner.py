@@ -16,22 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradalign import stopping
+from gradalign import errors, stopping
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.trainer import check_device
 from gradalign.engines import Engine
 from gradalign.engines.distributed import DistributedEngine
-from gradalign.errors import (
-    DivergedError,
-    GradalignError,
-    LostRankError,
-    TooFewClientsError,
-    flag,
-    need,
-    no_exit,
-    real,
-    whole,
-)
+from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
 from gradalign.runs import MODEL
 from gradalign.runs.checkpoint import require_writable
 from gradalign.runs.folder import RunFolder
@@ -65,17 +55,17 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        flag("resume", self.resume)
-        real("checkpoint_seconds", self.checkpoint_seconds, 0.0)
+        errors.flag("resume", self.resume)
+        errors.real("checkpoint_seconds", self.checkpoint_seconds, 0.0)
         if self.progress is not None:
-            flag("progress", self.progress)
+            errors.flag("progress", self.progress)
         if self.workers is not None:
-            object.__setattr__(self, "workers", whole("workers", self.workers, 0, _MOST_WORKERS))
+            object.__setattr__(self, "workers", errors.whole("workers", self.workers, 0, _MOST_WORKERS))
         if self.out is not None:
             if not isinstance(self.out, str | os.PathLike):
                 raise GradalignError(f"out must be the name of a folder, got {self.out!r}")
-            need("tomli_w", "runs")
-            need("safetensors", "runs")
+            errors.need("tomli_w", "runs")
+            errors.need("safetensors", "runs")
 
     @contextmanager
     def bar(self, label: str, rounds: int) -> Iterator[Tell]:
@@ -86,7 +76,7 @@ class RunOptions:
         if not show:
             yield lambda row: None
             return
-        need("rich", "cli")
+        errors.need("rich", "cli")
         from gradalign.tracking.progress import rounds_bar
 
         with rounds_bar(rounds, label) as tick:
@@ -128,7 +118,7 @@ def conduct(
     name = options.name or f"{spec.get('name', federation.task.name)}-{federation.algorithm.label}-seed{seed}"
     info = RunInfo(name=name, folder=Path(options.out) if options.out else None, settings=spec, rounds=rounds)
     with ExitStack() as stack:
-        stack.enter_context(no_exit(f"the code of the task {federation.task.name}"))
+        stack.enter_context(errors.no_exit(f"the code of the task {federation.task.name}"))
         # The engine first: when the folder is refused, the ranks are there to be told.
         engine = stack.enter_context(engine_maker())
         if isinstance(engine, DistributedEngine) and engine.rank != 0:
