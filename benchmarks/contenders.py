@@ -108,6 +108,7 @@ def this_library(
     import gradalign as ga
     from gradalign.algorithms.plan import combine
     from gradalign.client.flat import FlatModel
+    from gradalign.client.trainer import Setup
     from gradalign.engines.local import local_engine
     from gradalign.server.federation import ServerState, make_federation
     from gradalign.server.rounds import play_round
@@ -123,7 +124,7 @@ def this_library(
         seed=0,
     )
     state = ServerState(point=FlatModel(task.make_model(0)).read())
-    with local_engine(task, local, seed=0, workers=workers, clients_per_round=workload.sampled) as engine:
+    with local_engine(Setup(task=task, local=local, clients_per_round=workload.sampled), workers) as engine:
 
         def play() -> None:
             nonlocal state

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import gradalign as ga
 from gradalign.compare import choose_target
-from gradalign.server.summary import rounds_to
+from gradalign.server.measure import rounds_to
 
 LOCAL = ga.LocalTraining(lr=0.3, steps=2, batch_size=20)
 

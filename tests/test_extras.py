@@ -75,6 +75,7 @@ CALLS = {
     "wandb": "ga.WeightsAndBiases()",
     "flower": "ga.run(task, ga.FedAvg(), rounds=1, engine='flower')",
     "recipes": "import gradalign.recipes; gradalign.recipes.load_recipe('digits')",
+    "report": "from gradalign.report import write_report; write_report([], 'page.html')",
 }
 
 

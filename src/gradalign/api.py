@@ -160,16 +160,7 @@ def _make_engine(federation: Federation, options: RunOptions) -> Engine:
         from gradalign.flower.engine import in_process_engine
 
         return in_process_engine(federation, options.device)
-    return local_engine(
-        federation.task,
-        federation.local,
-        seed=federation.seed,
-        workers=options.workers,
-        device=options.device,
-        fast=federation.fast,
-        clients_per_round=federation.per_round,
-        algorithm=federation.algorithm,
-    )
+    return local_engine(_setup(federation, options.device), options.workers)
 
 
 def _distributed_engine(federation: Federation, options: RunOptions) -> DistributedEngine:
@@ -178,12 +169,16 @@ def _distributed_engine(federation: Federation, options: RunOptions) -> Distribu
     device = options.device
     if torch.device(device).type == "cuda" and torch.device(device).index is None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    setup = Setup(
+    return DistributedEngine(_setup(federation, device))
+
+
+def _setup(federation: Federation, device: torch.device | str) -> Setup:
+    return Setup(
         task=federation.task,
         local=federation.local,
         seed=federation.seed,
         device=device,
         fast=federation.fast,
+        clients_per_round=federation.per_round,
         algorithm=federation.algorithm,
     )
-    return DistributedEngine(setup)

@@ -16,6 +16,7 @@ from gradalign.recipes import Recipe, unused_changes
 from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
+from gradalign.report import need_packages
 from gradalign.report.statistics import spread_of
 from gradalign.runs import (
     COMPARISON,
@@ -31,12 +32,10 @@ from gradalign.runs import (
 from gradalign.runs.folder import locked, refuse_strangers
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table as read_toml
-from gradalign.server.measure import Row
+from gradalign.server.measure import Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
-from gradalign.server.summary import rounds_to, versions
 from gradalign.tasks.task import Task
 
-CURVES_SHOWN = ("test_accuracy", "test_loss", "r")
 _MOST_SEEDS = 10_000
 
 
@@ -61,7 +60,8 @@ class Finished:
 
 
 def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: Path) -> list[Planned]:
-    """Return all runs, each checked, before any is started."""
+    """Return all runs, each checked, before any is started; so are the packages that the curves and the page need."""
+    need_packages(figures=True)
     if not entries:
         raise GradalignError("--algorithms names no algorithm; give for example fedga,fedavg")
     whole("--seeds", seeds, 1, _MOST_SEEDS)
@@ -119,17 +119,16 @@ def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) ->
 
 
 def run_comparison(
-    planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None] | None = None
+    planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None]
 ) -> list[Finished]:
     """Run everything in turn; a run that diverges is recorded and the others go on."""
     made: dict[str, Task] = {}
     finished: list[Finished] = []
     for one in planned:
         failure, summary = None, {}
-        note = partial(on_row, one) if on_row is not None else None
+        own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
         try:
-            own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
-            summary = run_spec(one.spec, own, task=_task_of(one, made), on_row=note).summary
+            summary = run_spec(one.spec, own, task=_task_of(one, made), on_row=partial(on_row, one)).summary
         except DivergedError as error:
             failure = str(error)
         rows = read_metrics(one.folder) if (one.folder / METRICS).exists() else []
@@ -170,7 +169,6 @@ def choose_target(finished: Sequence[Finished]) -> float | None:
 
 
 def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
-    """Return what summary.json says."""
     target, on = choose_target(finished), scored_on(finished)
     first = finished[0].planned.spec
     # The paper's numbers are of test data: nothing else is set beside them.
@@ -214,14 +212,12 @@ def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float |
     }
 
 
-def write_comparison(
-    folder: Path, finished: Sequence[Finished], curves: Sequence[str] = CURVES_SHOWN
-) -> dict[str, Any]:
+def write_comparison(folder: Path, finished: Sequence[Finished], curves: Sequence[str]) -> dict[str, Any]:
     """Write summary.json and the curves; return the summary."""
-    from gradalign.report.figures import draw_comparison  # slow to import
-
     summary = summarise_comparison(finished)
     if curves and any(run.rows for run in finished):
+        from gradalign.report.figures import draw_comparison  # slow to import
+
         shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
         seeds = f"{len(summary['seeds'])} seed{'s' * (len(summary['seeds']) > 1)}"
         title = f"{summary['name']}: mean of {seeds}, shade from lowest to highest"

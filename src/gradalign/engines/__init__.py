@@ -7,8 +7,9 @@ work is done, by ``gradalign.fast.Group``: in this process, in a worker, on a ra
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
@@ -17,42 +18,31 @@ if TYPE_CHECKING:
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """What every engine offers. Replies come in the participants' order; one that does not answer is left out.
 
     A reply's tensors are valid until the next reply is asked for: copy what you hold on to.
     """
 
-    attempts: int
+    attempts: int = 1
     """How often a round is played before too few answers end the run; 1 where clients cannot fail to answer."""
-    failures: Mapping[int, str]
+    failures: Mapping[int, str] = {}
     """Why clients were left out of the last phase."""
 
+    @abstractmethod
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
         """Yield ∇f_i(x), of every client or summed over neighbours; each g_i is remembered where it was taken."""
 
+    @abstractmethod
     def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
         """Yield Δ_i, of every client or summed over neighbours; participants are asked for as they are needed."""
 
+    @abstractmethod
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - many have nothing to release
         """Release everything; no process outlives this call."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class LocalClients:
-    """What engines have in common whose clients always answer: one attempt, no failures, closed by ``with``."""
-
-    attempts = 1
-    failures: Mapping[int, str] = {}
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,7 @@ from gradalign.algorithms.plan import FedAvg, combine
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Reply, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup, one_thread
-from gradalign.engines import LocalClients, under_torchrun
+from gradalign.engines import Engine, under_torchrun
 from gradalign.engines.shared import changed_settings
 from gradalign.engines.worker import Failure
 from gradalign.errors import GradalignError, LostRankError
@@ -113,7 +113,7 @@ def _vectors(point: Point) -> tuple[Tensor, Tensor, Tensor]:
     return point.x, point.floats, point.ints
 
 
-class DistributedEngine(LocalClients):
+class DistributedEngine(Engine):
     """Rank 0's side of the job, behind the Engine interface; ``follow`` is the other ranks' side."""
 
     def __init__(self, setup: Setup) -> None:
@@ -127,12 +127,12 @@ class DistributedEngine(LocalClients):
         self._rank_of: dict[int, int] = {}  # who has taken a client's gradient at the present point
         self._in_step = True  # whether every other rank waits to be asked; if not, nothing more can be said to them
 
-    def _do(self, verb: str, order: Participant | tuple[int, int]) -> Reply | Score:
+    def _do(self, command: str, order: Participant | tuple[int, int]) -> Reply | Score:
         """Do one client's work, or evaluate some of the test examples."""
         with one_thread():
             if isinstance(order, tuple):
                 return self._group.evaluate(self._point, *order)
-            work = self._group.train if verb == "train" else self._group.gradients
+            work = self._group.train if command == "train" else self._group.gradients
             return work(self._told, [order])[0]
 
     # The leader's side
@@ -164,28 +164,28 @@ class DistributedEngine(LocalClients):
             self.wire.broadcast(vector.to(told.point.x.dtype))
         self._told, self._in_step = told, True
 
-    def _ask(self, verb: str, order: Participant | tuple[int, int], peer: int) -> None:
+    def _ask(self, command: str, order: Participant | tuple[int, int], peer: int) -> None:
         kept = {} if isinstance(order, tuple) else order.kept
         words = order if isinstance(order, tuple) else (order.client, order.weight, order.share, list(kept))
-        self.wire.say((verb, *words), peer)
+        self.wire.say((command, *words), peer)
         for vector in kept.values():
             self.wire.send(vector.to(self._point.x.dtype), peer)
 
-    def _hear(self, verb: str, peer: int) -> Reply | Score | GradalignError:
+    def _hear(self, command: str, peer: int) -> Reply | Score | GradalignError:
         """Return what a rank answers; an error of its own is raised when its turn comes."""
         done, numbers = self.wire.hear(peer)
         if not done:
             return Failure(**numbers).as_error()
-        if verb == "evaluate":
+        if command == "evaluate":
             return Score(**numbers)
         numbers = {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
         vector = self.wire.receive(self._point.x, peer)
-        if verb == "gradient":
+        if command == "gradient":
             return Gradient(vector=vector, **numbers)
         floats, ints = self.wire.receive(self._point.floats, peer), self.wire.receive(self._point.ints, peer)
         return Update(vector=vector, floats=floats, ints=ints, **numbers)
 
-    def _stream(self, verb: str, orders: Sequence[Any], ranks: Sequence[int]) -> Iterator[Any]:
+    def _stream(self, command: str, orders: Sequence[Any], ranks: Sequence[int]) -> Iterator[Any]:
         """Have the ranks do orders, one each at a time; yield the answers in the orders' order."""
         # Only this rank waits, and it asks a rank again when that one has answered: a failed phase leaves all in step.
         waiting = [deque(place for place, owner in enumerate(ranks) if owner == rank) for rank in range(self.wire.size)]
@@ -196,14 +196,14 @@ class DistributedEngine(LocalClients):
             own = wave.pop(0, None)
             self._in_step = False
             for peer, place in wave.items():
-                self._ask(verb, orders[place], peer)
+                self._ask(command, orders[place], peer)
             if own is not None:
                 try:
-                    answers[own] = self._do(verb, orders[own])
+                    answers[own] = self._do(command, orders[own])
                 except GradalignError as error:
                     answers[own] = error
             for peer, place in wave.items():
-                answers[place] = self._hear(verb, peer)
+                answers[place] = self._hear(command, peer)
             self._in_step = True
             while turn in answers:
                 answer = answers.pop(turn)
@@ -213,21 +213,18 @@ class DistributedEngine(LocalClients):
                 turn += 1
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
-        """Yield every client's ∇f_i(x), which the rank that took it remembers."""
         self._tell(told)
         for place, one in enumerate(who):
             self._rank_of.setdefault(one.client, place % self.wire.size)
         return self._stream("gradient", who, [self._rank_of[one.client] for one in who])
 
     def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
-        """Yield every client's Δ_i; it trains where its gradient is."""
         self._tell(told)
         orders = list(who)
         ranks = [self._rank_of.get(one.client, place % self.wire.size) for place, one in enumerate(orders)]
         return self._stream("train", orders, ranks)
 
     def evaluate(self, point: Point) -> Score | None:
-        """Return the score on the test examples, None when the task has none."""
         examples = self._group.setup.task.test_examples
         if examples is None:
             return None
@@ -258,18 +255,18 @@ class DistributedEngine(LocalClients):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no Python code runs while this rank waits to be asked
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         while True:
-            verb, *words = self.wire.hear(0)
-            if verb == "stop":
+            command, *words = self.wire.hear(0)
+            if command == "stop":
                 if not words:
                     raise GradalignError("rank 0 ended the run without a result")
                 return words[0], self._point
-            if verb == "move":
+            if command == "move":
                 like = _vectors(self._point)
                 self._point = Point(*(self.wire.broadcast(torch.empty_like(vector)) for vector in like))
-            elif verb == "told":
+            elif command == "told":
                 self._told = self._hear_told(*words)
             else:
-                self._answer(verb, words)
+                self._answer(command, words)
 
     def _hear_told(self, numbers: dict[str, Any], settings: Any, mean: bool, shared: list[str]) -> Broadcast:
         x = self._point.x
@@ -281,20 +278,19 @@ class DistributedEngine(LocalClients):
             **numbers,
         )
 
-    def _answer(self, verb: str, words: list[Any]) -> None:
-        """Do what is asked and say what came of it."""
+    def _answer(self, command: str, words: list[Any]) -> None:
         order: Participant | tuple[int, int] = tuple(words)
-        if verb != "evaluate":
+        if command != "evaluate":
             client, weight, share, labels = words
             kept = {label: self.wire.receive(self._point.x, 0) for label in labels}
             order = Participant(client=client, weight=weight, share=share, kept=kept)
         try:
-            reply = self._do(verb, order)
+            reply = self._do(command, order)
         except GradalignError as error:
             self.wire.say((False, asdict(Failure.of(error))), 0)
             return
-        values = {one.name: getattr(reply, one.name) for one in fields(reply)}
-        vectors = [name for name in ("vector", "floats", "ints") if name in values]
-        self.wire.say((True, {name: value for name, value in values.items() if name not in vectors}), 0)
-        for name in vectors:
-            self.wire.send(values[name], 0)
+        numbers = {one.name: getattr(reply, one.name) for one in fields(reply)}
+        vectors = [numbers.pop(name) for name in ("vector", "floats", "ints") if name in numbers]
+        self.wire.say((True, numbers), 0)
+        for vector in vectors:
+            self.wire.send(vector, 0)

@@ -24,7 +24,7 @@ from gradalign import stopping
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
-from gradalign.engines import LocalClients
+from gradalign.engines import Engine
 from gradalign.engines.shared import Messages, SharedBuffers, changed_settings
 from gradalign.engines.worker import Failure, Job, start_method, work
 from gradalign.errors import GradalignError
@@ -37,27 +37,21 @@ ATTEMPTS = 3
 
 
 @dataclass
-class _Assignment:
-    """One job on its way: its place in the order, and how often it was tried."""
-
-    place: int
-    job: Job
-    attempts: int = 0
-
-
-@dataclass
 class _Worker:
     process: Any
     pipe: Connection
-    busy: _Assignment | None = None
+    busy: Job | None = None
+    attempts: int = 0
+    """How often its job was tried, also by workers that died of it."""
 
 
-class PoolEngine(LocalClients):
+class PoolEngine(Engine):
     """N worker processes behind the Engine interface; ``method`` is how they are started, fork or spawn."""
 
     def __init__(self, setup: Setup, workers: int, *, method: str | None = None) -> None:
         self._setup = setup
         self._context: Any = torch.multiprocessing.get_context(method or start_method())
+        self._forks = self._context.get_start_method() == "fork"
         # Replies wait in slots for their turn; a few more slots than workers keep all busy when clients differ.
         self._slots = 2 * workers + 2
         self._group = Group(setup)
@@ -69,18 +63,13 @@ class PoolEngine(LocalClients):
             if setup.algorithm.uses_own_gradient and not self._group.lockstep:  # which needs less, by who takes part
                 self._buffers.make_room_for_gradients(setup.clients_per_round, self._group.one.flat.vector.numel())
         self._messages = Messages(self._buffers, setup.algorithm)
-        self._phase = 0
-        self._wanted = workers
+        self._phase, self._wanted = 0, workers
         self._workers: list[_Worker] = []
         try:
             self._start_missing()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def _forks(self) -> bool:
-        return bool(self._context.get_start_method() == "fork")
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._wanted:
@@ -106,7 +95,6 @@ class PoolEngine(LocalClients):
         return _Worker(process, ours)
 
     def worker_pids(self) -> list[int]:
-        """Return the process ids of the workers now alive."""
         return [worker.process.pid for worker in self._workers if worker.process.is_alive()]
 
     def _stop(self, worker: _Worker) -> None:
@@ -121,66 +109,59 @@ class PoolEngine(LocalClients):
         self._start_missing()
         return self._workers[-1]
 
-    def _assign(self, worker: _Worker, task: _Assignment) -> None:
+    def _assign(self, worker: _Worker, job: Job, attempts: int = 0) -> None:
         while True:
-            task.attempts += 1
-            if task.attempts > ATTEMPTS:
+            attempts += 1
+            if attempts > ATTEMPTS:
                 hint = "" if self._forks else '; a script that starts workers needs if __name__ == "__main__"'
                 raise GradalignError(
-                    f"{task.job.whose()} ended its worker process {ATTEMPTS} times; "
+                    f"{job.whose()} ended its worker process {ATTEMPTS} times; "
                     f"it may need more memory than there is, or crash{hint}"
                 )
-            worker.busy = task
+            worker.busy, worker.attempts = job, attempts
             try:
-                worker.pipe.send_bytes(self._messages.written(task.job))
+                worker.pipe.send_bytes(self._messages.written(job))
                 return
             except OSError:
                 worker = self._replace(worker)
 
-    def _answers(self) -> Iterator[tuple[_Assignment, Any]]:
-        """Wait for at least one worker; yield every answer that is there. A dead worker's job is given out again."""
+    def _answers(self) -> Iterator[tuple[int, Any]]:
+        """Wait for at least one worker; yield each answer that is there, with its slot. A dead worker's job goes on."""
         busy = {worker.pipe: worker for worker in self._workers if worker.busy is not None}
         for pipe in wait(list(busy)):
             worker = busy[pipe]  # type: ignore[index]
-            task = worker.busy
-            if task is None:
+            job = worker.busy
+            if job is None:
                 continue
             try:
                 answer = self._messages.read(worker.pipe.recv_bytes())
             except (EOFError, OSError):
-                self._assign(self._replace(worker), task)
+                self._assign(self._replace(worker), job, worker.attempts)
                 continue
             worker.busy = None
-            yield task, answer
+            yield job.slot, answer
 
     def _stream(self, jobs: Iterator[Callable[..., Job]]) -> Iterator[Any]:
         """Give out jobs as slots and workers become free; yield the answers in the jobs' order."""
-        free = deque(range(self._slots))
-        answered: dict[int, tuple[Job, Any]] = {}
-        given, handed_on, exhausted = 0, 0, False
+        free, given = deque(range(self._slots)), deque[int]()
+        answered: dict[int, Any] = {}
         self._start_missing()
         try:
             while True:
                 idle = [worker for worker in self._workers if worker.busy is None]
-                while idle and free and not exhausted:
-                    make = next(jobs, None)
-                    if make is None:
-                        exhausted = True
-                        break
-                    self._assign(idle.pop(), _Assignment(given, make(slot=free.popleft())))
-                    given += 1
-                if handed_on in answered:
-                    job, answer = answered.pop(handed_on)
-                    if isinstance(answer, Failure):
-                        raise answer.as_error()
-                    yield answer
-                    free.append(job.slot)
-                    handed_on += 1
-                elif handed_on == given and exhausted:
+                while idle and free and (make := next(jobs, None)) is not None:
+                    given.append(free.popleft())
+                    self._assign(idle.pop(), make(slot=given[-1]))
+                if not given:
                     return
-                else:
-                    for task, answer in self._answers():
-                        answered[task.place] = (task.job, answer)
+                if given[0] not in answered:
+                    answered.update(self._answers())
+                    continue
+                answer = answered.pop(given[0])
+                if isinstance(answer, Failure):
+                    raise answer.as_error()
+                yield answer
+                free.append(given.popleft())
         finally:
             # Left early (an error, an interrupt): unfinished work is for nobody. Successors come when needed.
             for worker in [w for w in self._workers if w.busy is not None]:
@@ -217,19 +198,18 @@ class PoolEngine(LocalClients):
 
     def _job(self, *, slot: int, said: bytes, who: list[Participant], rows: Mapping[int, Tensor] | None) -> Job:
         """Return a group's job, its k_i being written to the slot."""
-        kept, entries = self._buffers.kept, self._group.cache.entries
+        places, entries = self._buffers.kept, self._group.cache.entries
+        for row, one in enumerate(who):
+            if one.kept:
+                kept = {label: places[label][slot, row].copy_(own) for label, own in one.kept.items()}
+                who[row] = replace(one, kept=kept)
         clients = [one.client for one in who]
         return Job(
             slot=slot,
             phase=self._phase,
             said=said,
             trains=rows is None,
-            who=[
-                replace(one, kept={label: kept[label][slot, row].copy_(own) for label, own in one.kept.items()})
-                if one.kept
-                else one
-                for row, one in enumerate(who)
-            ],
+            who=who,
             known={client: entries[client] for client in clients if client in entries},
             rows={client: rows[client] for client in clients if rows and client in rows},
         )
@@ -244,20 +224,16 @@ class PoolEngine(LocalClients):
             yield from answer.replies
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
-        """Yield ∇f_i(x), of every client or summed over neighbours; each one's own stays in shared memory."""
         # Measured gradients are of use to a round only where it takes them one by one, too.
-        alone = self._group.width(replace(told, one_by_one=False)) == 1
-        used = told.algorithm.uses_own_gradient and (told.participants > 0 or alone)
+        used = told.algorithm.uses_own_gradient and (told.participants > 0 or self._group.alone(told))
         clients = [one.client for one in who] if used else []
         said = self._begin(told, clients)
         return self._replies(told, said, who, self._free_rows(clients))
 
     def train(self, told: Broadcast, who: Iterable[Participant]) -> Iterator[Update]:
-        """Yield Δ_i, of every client or summed over neighbours."""
         return self._replies(told, self._begin(told), who)
 
     def evaluate(self, point: Point) -> Score | None:
-        """Return the score on the test examples, None when the task has none."""
         examples = self._setup.task.test_examples
         if examples is None:
             return None
@@ -265,7 +241,6 @@ class PoolEngine(LocalClients):
         return sum(self._stream(partial(Job, span=span) for span in evaluation_spans(len(examples))), Score())
 
     def close(self) -> None:
-        """End every worker."""
         for worker in list(self._workers):
             worker.process.kill()
         while self._workers:

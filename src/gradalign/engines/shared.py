@@ -95,7 +95,7 @@ class SharedBuffers:
 def changed_settings(now: Combination, known: Combination | None) -> dict[str, dict[str, Any]] | None:
     """Return what a round's algorithm has set otherwise than the one known elsewhere; None if its classes differ.
 
-    So only numbers travel: an algorithm of the user's own may be of a class that cannot be sent.
+    So only numbers are sent: an algorithm of the user's own may be of a class that cannot be sent.
     """
     if known is None or [type(part) for part in now.parts] != [type(part) for part in known.parts]:
         return None
@@ -123,7 +123,7 @@ class Messages:
     """
 
     def __init__(self, buffers: SharedBuffers, algorithm: Combination | None) -> None:
-        self._rooms, self._algorithm = buffers.rooms, algorithm
+        self._rooms, self.algorithm = buffers.rooms, algorithm
         self._starts = sorted((room.data_ptr(), name) for name, room in buffers.rooms.items() if room.numel())
 
     def place_of(self, vector: Tensor) -> tuple[str, int, int] | None:
@@ -137,27 +137,16 @@ class Messages:
         return (name, start // room.itemsize, vector.numel()) if inside else None
 
     def vector_at(self, name: str, start: int, length: int) -> Tensor:
-        """Return the vector that lies in a place."""
         return self._rooms[name][start : start + length]
 
-    def shortened(self, value: object) -> Any:
-        """Return what is written instead of a value, NotImplemented for one that is written as it is."""
-        if isinstance(value, Tensor):
-            place = self.place_of(value)
-            return NotImplemented if place is None else (vector_at, place)
-        if isinstance(value, Combination):
-            return algorithm_with, (changed_settings(value, self._algorithm),)
-        return NotImplemented
-
     def written(self, value: object) -> bytes:
-        """Return a job or an answer as bytes."""
         file = io.BytesIO()
         _Writer(file, self).dump(value)
         return file.getvalue()
 
     def read(self, data: bytes) -> Any:
         """Return what was written, its vectors being views of shared memory."""
-        known = {} if self._algorithm is None else {"algorithm_with": self._algorithm.with_values}
+        known = {} if self.algorithm is None else {"algorithm_with": self.algorithm.with_values}
         return _Reader(io.BytesIO(data), known | {"vector_at": self.vector_at}).load()
 
 
@@ -167,8 +156,12 @@ class _Writer(pickle.Pickler):
         self._messages = messages
 
     def reducer_override(self, value: Any) -> Any:
-        """Let vectors and algorithms be shortened."""
-        return self._messages.shortened(value)
+        """Return what is written instead of a value, NotImplemented for one that is written as it is."""
+        if isinstance(value, Tensor) and (place := self._messages.place_of(value)) is not None:
+            return vector_at, place
+        if isinstance(value, Combination):
+            return algorithm_with, (changed_settings(value, self._messages.algorithm),)
+        return NotImplemented
 
 
 class _Reader(pickle.Unpickler):

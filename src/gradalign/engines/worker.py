@@ -31,10 +31,8 @@ from gradalign.errors import ClientError, GradalignError
 from gradalign.fast import Group
 
 _PR_SET_PDEATHSIG = 1
-# From glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_HELD_BYTES = 512 * 1024 * 1024
-_PAD_BYTES = 64 * 1024 * 1024
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # from glibc's malloc.h
+_HELD_BYTES, _PAD_BYTES = 512 * 1024 * 1024, 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,6 @@ class Job:
     span: tuple[int, int] = (0, 0)
 
     def whose(self) -> str:
-        """Say whose work this is."""
         if not self.who:
             return "the evaluation"
         first, last = self.who[0].client, self.who[-1].client
@@ -101,13 +98,7 @@ class _JobCache(GradientCache):
     def begin(self, told: Broadcast, *, alone: bool) -> None:
         """Do nothing: the server begins phases, and says what is known in them."""
 
-    def put(
-        self,
-        client: int,
-        *parts: Tensor,
-        rows: int | None = None,
-        reply: Gradient | None = None,
-    ) -> None:
+    def put(self, client: int, *parts: Tensor, rows: int | None = None, reply: Gradient | None = None) -> None:
         """Remember a client's gradient, in its row when it has one."""
         if client not in self._rows:
             super().put(client, *parts, rows=rows, reply=reply)
@@ -134,10 +125,8 @@ class _Bench:
             return group.evaluate(buffers.point, *job.span)
         cache = group.cache = _JobCache(job)
         work = group.train if job.trains else group.gradients
-        replies: list[Reply] = list(work(self._broadcast(job), job.who, buffers.out[job.slot].unbind()))
-        for row, reply in enumerate(replies):
-            replies[row] = self._brought(reply, job.slot, row)
-        return Answer(replies, cache.fresh)
+        replies = work(self._broadcast(job), job.who, buffers.out[job.slot].unbind())
+        return Answer([self._brought(one, job.slot, row) for row, one in enumerate(replies)], cache.fresh)
 
     def _brought(self, reply: Reply, slot: int, row: int) -> Reply:
         """Return a reply with its vectors in shared memory: where they are if they lie there, else in this row."""
@@ -145,8 +134,9 @@ class _Bench:
         if isinstance(reply, Update):
             floats, ints = buffers.floats[slot, row].copy_(reply.floats), buffers.ints[slot, row].copy_(reply.ints)
             reply = replace(reply, floats=floats, ints=ints)
-        there = self._messages.place_of(reply.vector) is not None
-        return reply if there else replace(reply, vector=buffers.out[slot, row].copy_(reply.vector))
+        if self._messages.place_of(reply.vector) is not None:
+            return reply
+        return replace(reply, vector=buffers.out[slot, row].copy_(reply.vector))
 
     def _broadcast(self, job: Job) -> Broadcast:
         """Return what all clients of the phase are told: one object, so that what is made of it is made once."""
@@ -173,10 +163,9 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _retain_freed_memory() -> None:
-    """Ask glibc, where there is one, to hold on to freed memory instead of returning it after every layer.
+    """Ask glibc, where there is one, to hold on to freed memory.
 
-    For worker processes only: activations of some megabytes would otherwise be mapped, zeroed and unmapped at every
-    step.
+    Activations of some megabytes would otherwise be mapped, zeroed and unmapped at every step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -185,13 +174,7 @@ def _retain_freed_memory() -> None:
         mallopt(_M_TOP_PAD, _PAD_BYTES)
 
 
-def work(
-    pipe: Connection,
-    inherited: list[Connection],
-    parent: int,
-    setup: Setup,
-    buffers: SharedBuffers,
-) -> None:
+def work(pipe: Connection, inherited: list[Connection], parent: int, setup: Setup, buffers: SharedBuffers) -> None:
     """Serve jobs until the pipe closes. Runs in the worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -21,7 +21,7 @@ from torch import Tensor
 from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Participant, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
-from gradalign.engines import LocalClients
+from gradalign.engines import Engine
 from gradalign.engines.local import InProcessEngine
 from gradalign.flower import messages
 from gradalign.flower.client import client_app
@@ -32,7 +32,7 @@ from gradalign.server.federation import Federation
 _Reply = TypeVar("_Reply", Gradient, Update)
 
 
-class FlowerEngine(LocalClients):
+class FlowerEngine(Engine):
     """Does the clients' work through a Flower grid, which is its owner's to close."""
 
     def __init__(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradalign.errors import GradalignError, shown_text
+from gradalign.errors import GradalignError, need, shown_text
 from gradalign.recipes import is_outside, task_name
 from gradalign.report.experiments import Experiment, Group, arrange
 from gradalign.runs import readable_name, write_whole
@@ -57,6 +57,7 @@ def report_gathered(
 
     A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
     """
+    need_packages(figures=figures is not None)
     from gradalign.report.page import page_bytes
 
     if not gathered.runs:
@@ -77,6 +78,14 @@ def report_gathered(
 
         write_figures(arrange(gathered.runs), figures, on_figure)
     return output
+
+
+def need_packages(*, figures: bool) -> None:
+    """Say in one sentence which package is missing for a page, or for figures."""
+    for package in ("jinja2", "plotly", "pydantic", "scipy", "tomli_w"):
+        need(package, "report")
+    if figures:
+        need("matplotlib", "plots")
 
 
 def _set_aside(gathered: Gathered) -> None:
@@ -117,15 +126,12 @@ def how_to_repeat(experiment: Experiment) -> Repeat:
         return Repeat(recipe=None, file_name=file_name)
     names = dict.fromkeys(shown_text(task_name(run.spec)) for run in experiment.runs)
     outside = tuple(name for name in names if is_outside(name))
-    commands = () if outside else tuple(_commands(file_name, sorted({run.seed for run in experiment.runs})))
+    seeds = sorted({run.seed for run in experiment.runs})
+    first, count = seeds[0], len(seeds)
+    spans = [(first, count)] if seeds == list(range(first, first + count)) else [(seed, 1) for seed in seeds]
+    compare = f"gradalign compare {shlex.quote(file_name)}"
+    commands = () if outside else tuple(f"{compare} --seed {seed} --seeds {many}" for seed, many in spans)
     return Repeat(recipe=tomli_w.dumps(recipe), file_name=file_name, commands=commands, outside=outside)
-
-
-def _commands(file_name: str, seeds: Sequence[int]) -> list[str]:
-    command = f"gradalign compare {shlex.quote(file_name)}"
-    if list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
-        return [f"{command} --seed {seeds[0]} --seeds {len(seeds)}"]
-    return [f"{command} --seed {seed} --seeds 1" for seed in seeds]
 
 
 def _recipe(experiment: Experiment) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ class PaperNumber:
         return f"{self.mean:.2f}" + (f" ± {self.std:.2f}" if self.std is not None else "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
     """The runs of one algorithm with one set of settings; they differ in their seeds."""
 
@@ -65,7 +65,6 @@ class Experiment:
 
     @property
     def scored_on(self) -> str:
-        """What its runs were scored on: "test" or "validation"."""
         return self.groups[0].scored_on
 
     @property

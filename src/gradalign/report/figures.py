@@ -51,23 +51,19 @@ def save(figure: Figure, path: Path, kind: str = "png", dpi: int = 150) -> None:
     write_atomically(path, lambda file: figure.savefig(file, format=kind, dpi=dpi))
 
 
-def write_figures(
-    experiments: Sequence[Experiment], folder: Path, on_file: Callable[[Path], None] | None = None
-) -> list[Path]:
-    """Write every curve over every axis, and the classes per client, as PDF and PNG; return the files."""
+def write_figures(experiments: Sequence[Experiment], folder: Path, on_file: Callable[[Path], None] | None) -> None:
+    """Write every curve over every axis, and the classes per client, as PDF and PNG; ``on_file`` hears of each."""
     folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
     with matplotlib.rc_context(STYLE):
         for prefix, experiment in zip(_prefixes(experiments), experiments, strict=True):
             for name, figure in _figures(experiment):
                 figure.draw_without_rendering()
                 figure.set_layout_engine("none")  # laid out once, not again for every format
                 for suffix in ("pdf", "png"):
-                    written.append(folder / f"{prefix}-{name}.{suffix}")
-                    save(figure, written[-1], suffix, dpi=200)
+                    path = folder / f"{prefix}-{name}.{suffix}"
+                    save(figure, path, suffix, dpi=200)
                     if on_file is not None:
-                        on_file(written[-1])
-    return written
+                        on_file(path)
 
 
 def _prefixes(experiments: Sequence[Experiment]) -> list[str]:
@@ -101,7 +97,6 @@ def _known(curves: Sequence[Curve], axis: str) -> bool:
 
 
 def curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[Curve], axis: str) -> Figure:
-    """Draw one quantity over one axis."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.subplots()
     drawn = {
@@ -135,7 +130,6 @@ def _numbers(values: Sequence[float | None]) -> np.ndarray:
 
 
 def _label(axes: Axes, quantity: Quantity, curves: Sequence[Curve], axis: str) -> None:
-    """Name and scale the axes of one quantity over one axis."""
     values = [value for curve in curves for value in (*curve.low, *(y for line in curve.lines for y in line.y))]
     if quantity.logarithmic and values and min(values) > 0:
         axes.set_yscale("log")

@@ -24,18 +24,23 @@ from gradalign import __version__
 from gradalign.errors import shown_text
 from gradalign.report import how_to_repeat, series, statistics
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of
-from gradalign.report.series import Series, measured
+from gradalign.report.series import Curve, measured
 from gradalign.runs.read import Skipped
 
+_Curves = Mapping[str, Sequence[Curve]]  # every quantity's, one for each group
 _COLOURS = 8  # of the page; further groups have them again with other line styles
 
 
 def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], title: str | None = None) -> bytes:
-    """Return the whole page."""
     from plotly.offline import get_plotlyjs
 
     library, script = _inert(get_plotlyjs()), _own("page.js")
-    drawn = [series.series_of(experiment) for experiment in experiments]
+    drawn = [(one, {kind.key: series.curves_of(one, kind) for kind in series.QUANTITIES}) for one in experiments]
+    data = {
+        "axes": series.AXES,
+        "quantities": {kind.key: asdict(kind) for kind in series.QUANTITIES},
+        "experiments": [_experiment_data(one, curves) for one, curves in drawn],
+    }
     page = _template().render(
         version=__version__,
         colours=_COLOURS,
@@ -45,10 +50,10 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
         heading=title or _heading(experiments),
         policy=_policy(library, script),
         style=_style(),
-        sections=[_section(one, curves) for one, curves in zip(experiments, drawn, strict=True)],
+        sections=[_section(one, curves) for one, curves in drawn],
         skipped=skipped,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
-        data=embedded(_page_data(experiments, drawn)),
+        data=embedded(data),
         library=library,
         script=script,
     )
@@ -57,15 +62,12 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
 
 @cache
 def _template() -> Template:
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_without_controls
-    )
-    return environment.from_string(_own("page.html.j2"))
+    def clean(value: object) -> object:
+        """Prepare what is about to be escaped; markup that the template has made itself is clean already."""
+        return value if isinstance(value, Markup) else shown_text(value)
 
-
-def _without_controls(value: object) -> object:
-    """Clean what is about to be escaped; markup that the template has made itself is clean already."""
-    return value if isinstance(value, Markup) else shown_text(value)
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=clean)
+    return made.from_string(_own("page.html.j2"))
 
 
 def _own(name: str) -> str:
@@ -104,16 +106,7 @@ def embedded(data: Any) -> str:
     return code.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _page_data(experiments: Sequence[Experiment], drawn: Sequence[Series]) -> dict[str, Any]:
-    """Return the numbers that the page's script draws."""
-    return {
-        "axes": series.AXES,
-        "quantities": {quantity.key: asdict(quantity) for quantity in series.QUANTITIES},
-        "experiments": [_experiment_data(one, curves) for one, curves in zip(experiments, drawn, strict=True)],
-    }
-
-
-def _experiment_data(experiment: Experiment, curves: Series) -> dict[str, Any]:
+def _experiment_data(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
     groups = [
         {"label": group.label, "seeds": len(group.complete), "colour": n % _COLOURS, "dash": n // _COLOURS % 4}
         for n, group in enumerate(experiment.groups)
@@ -128,13 +121,12 @@ def _experiment_data(experiment: Experiment, curves: Series) -> dict[str, Any]:
     }
 
 
-def _choices(curves: Series) -> dict[str, str]:
-    return {q.key: q.label for q in series.CHOICES if measured(curves[q.key])} or {
-        series.CHOICES[0].key: series.CHOICES[0].label
-    }
+def _choices(curves: _Curves) -> dict[str, str]:
+    shown = [kind for kind in series.CHOICES if measured(curves[kind.key])] or series.CHOICES[:1]
+    return {kind.key: kind.label for kind in shown}
 
 
-def _section(experiment: Experiment, curves: Series) -> dict[str, Any]:
+def _section(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
     """Return what the template says of one experiment."""
     columns, rows = statistics.comparison_table(experiment)
     repeat = how_to_repeat(experiment)
@@ -160,13 +152,17 @@ def _facts(experiment: Experiment) -> dict[str, str]:
     asked = table_of(experiment.runs[0].spec.get("task"))
     task: Mapping[str, Any] = next((s["task"] for s in summaries if isinstance(s.get("task"), Mapping)), asked)
     data = [f"{shown_text(key).replace('_', ' ')} {_fact(key, task[key])}" for key in task if key != "name"]
+    versions = [
+        ", ".join(f"{shown_value(name)} {shown_value(value)}" for name, value in table_of(s.get("versions")).items())
+        for s in summaries
+    ]
     paper = ": ".join(filter(None, (experiment.paper_text("source"), experiment.paper_text("claim"))))
     return {
         "task": shown_value(task.get("name") or asked.get("name") or "not named"),
         "data": ", ".join(data) or "not described",
         "scale": _distinct(s.get("scale") for s in summaries) or "as the recipe has it",
         "seeds": ", ".join(map(str, sorted({run.seed for run in experiment.runs}))),
-        "versions": _distinct(_words(table_of(s.get("versions"))) for s in summaries) or "unknown",
+        "versions": _distinct(versions) or "unknown",
     } | ({"paper": paper} if paper else {})
 
 
@@ -175,10 +171,6 @@ def _fact(key: str, value: Any) -> str:
         least, median, most = map(shown_value, value)
         return f"{least} to {most} (median {median})"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown_value(value)
-
-
-def _words(table: Mapping[str, Any]) -> str:
-    return ", ".join(f"{shown_value(name)} {shown_value(value)}" for name, value in table.items())
 
 
 def _distinct(values: Iterable[Any]) -> str:

@@ -80,10 +80,6 @@ class Curve:
     lines: list[Line] = field(default_factory=list)
 
 
-Series = dict[str, list[Curve]]
-"""Every quantity's curves, one for each group."""
-
-
 def mean_curve(runs: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Curve:
     """Return the mean over the seeds, at the rounds where all of them were measured; ``runs`` has each seed's rows."""
     columns: dict[int, list[Mapping[str, Any]]] = {}
@@ -125,20 +121,13 @@ def curve_of(group: Group, quantity: Quantity) -> Curve:
     )
 
 
-def series_of(experiment: Experiment) -> Series:
-    """Return all curves of an experiment."""
-    return {quantity.key: curves_of(experiment, quantity) for quantity in QUANTITIES}
-
-
 def curves_of(experiment: Experiment, quantity: Quantity) -> list[Curve]:
-    """Return one curve for each group."""
     return [curve_of(group, quantity) for group in experiment.groups]
 
 
 def best_groups(experiment: Experiment) -> list[int]:
     """Return the places of the groups that ended highest, as many as one figure can show."""
-    places = {id(group): place for place, group in enumerate(experiment.groups)}
-    return [places[id(group)] for group in ranked(experiment)[:MOST_SHOWN]]
+    return [experiment.groups.index(group) for group in ranked(experiment)[:MOST_SHOWN]]
 
 
 def shown_groups(experiment: Experiment) -> list[int]:

@@ -150,12 +150,7 @@ def told_apart(pairs: Sequence[Pair]) -> str:
 
 def ranked(experiment: Experiment) -> list[Group]:
     """Return the groups with the highest mean of the final accuracy first, those without any at the end."""
-
-    def height(group: Group) -> float:
-        spread = spread_of(group.scores())
-        return spread[0] if spread else float("-inf")
-
-    return sorted(experiment.groups, key=height, reverse=True)
+    return sorted(experiment.groups, key=lambda group: fmean(group.scores() or [-math.inf]), reverse=True)
 
 
 def pairs_of(experiment: Experiment) -> list[Pair]:
@@ -209,7 +204,7 @@ def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[Tabl
             _mean_and_std(group.finals("communication_rounds"), ",.0f"),
             _mean_and_std(group.finals("seconds"), ".3g"),
         ]
-        number = next(place for place, other in enumerate(groups) if other is group)
+        number = groups.index(group)
         rows.append(TableRow(number=number, label=group.label, seeds=_seeds(group), cells=tuple(cells)))
     return tuple(heads), rows
 
@@ -239,5 +234,5 @@ def _mean_and_std(values: Sequence[float], form: str) -> str:
 
 
 def _beside_paper(group: Group) -> str:
-    spread = spread_of(group.scores())
-    return "–" if group.paper is None or spread is None else f"{100 * spread[0] - group.paper.mean:+.2f}"
+    scores = group.scores()
+    return f"{100 * fmean(scores) - group.paper.mean:+.2f}" if group.paper is not None and scores else "–"

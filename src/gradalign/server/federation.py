@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +59,6 @@ class Federation:
         return spread.at(round_index)
 
     def lr_at(self, round_index: int) -> float:
-        """Return the clients' learning rate in this round."""
         lr = self.local.lr
         return value_at(lr if self.rounds is None else spanning(lr, self.rounds), round_index)
 
@@ -101,7 +100,7 @@ def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
         raise GradalignError(
             f"{algorithm.label} takes one local step a round, got {given}; set local.steps = 1, or use fedga or fedavg"
         )
-    return LocalTraining(**{field.name: getattr(local, field.name) for field in fields(local)} | {"steps": 1})
+    return replace(local, steps=1)
 
 
 def make_federation(
@@ -242,8 +241,7 @@ def _algorithm(algorithm: Combination) -> dict[str, Any]:
 
 
 def _name(algorithm: Combination) -> str:
-    names = [_part_name(part) for part in algorithm.parts]
-    names = [name for name in names if name != "fedavg"]
+    names = [name for part in algorithm.parts if (name := _part_name(part)) != "fedavg"]
     rule = algorithm.server
     if type(rule) is not ServerRule:
         names.append(rule.label if type(rule).__module__ == ServerRule.__module__ else _of_ones_own(rule))
@@ -262,7 +260,7 @@ def _of_ones_own(thing: object) -> str:
 
 def _plain(thing: Any) -> dict[str, Any]:
     """Return a dataclass's fields as TOML values; unset ones are left out, and so are empty tables."""
-    values = {field.name: getattr(thing, field.name) for field in fields(thing)}
+    values = {one.name: getattr(thing, one.name) for one in fields(thing)}
     return {name: _described(value) for name, value in values.items() if value is not None and value != {}}
 
 

@@ -1,4 +1,4 @@
-"""What is measured at the server's point, and how often.
+"""What is measured at the server's point, how often, and what becomes of it: a row for each round, and a summary.
 
 How far the clients' gradients disagree, with g_i = ∇f_i(x), weights p_i that sum to one and ḡ = Σ p_i g_i:
 
@@ -13,20 +13,23 @@ taken. Counting instead of timing keeps the spacing, and with it the rows of a r
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradalign import __version__
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
-from gradalign.errors import DivergedError, GradalignError, real, whole
+from gradalign.errors import DivergedError, real, whole
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server.federation import Federation, ServerState
+from gradalign.server.rounds import RoundFacts
 
 TEST_POINTS, TRAIN_POINTS = 50, 20
 SHARE = 0.04  # of the run's own cost, which keeps measuring below 5 % of its time
@@ -63,10 +66,6 @@ class Measure:
             target = real("measure.target_accuracy", self.target_accuracy, 0.0, 1.0)
             object.__setattr__(self, "target_accuracy", target)
 
-    def due(self, every: int | None, round_index: int, rounds: int) -> bool:
-        """Return whether something measured at this (settled) spacing is due after this many rounds."""
-        return bool(every) and (round_index % int(every or 1) == 0 or round_index == rounds)
-
 
 def spacing(rounds: int, points: int, cost: float, budget: float) -> int:
     """Return every how many rounds to measure: about ``points`` times at most, and within the budget.
@@ -86,10 +85,10 @@ def settle(measure: Measure, federation: Federation, rounds: int) -> Measure:
     Half of the budget is for the test set, half for the clients' gradients. Where the clients' data is elsewhere its
     size is not known, and only the number of points counts.
     """
-    if measure.test_every is not None and measure.train_every is not None:
+    test_every, train_every = measure.test_every, measure.train_every
+    if test_every is not None and train_every is not None:
         return measure
     test, probed, budget = (0.0, 0.0, 0.0) if federation.elsewhere else _costs(measure, federation, rounds)
-    test_every, train_every = measure.test_every, measure.train_every
     if test_every is None:
         test_every = spacing(rounds, TEST_POINTS, test, budget / 2)
     if train_every is None:
@@ -128,22 +127,15 @@ class Alignment:
     """‖ḡ‖."""
 
 
-def weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return Σ w_i v_i / Σ w_i in float64, summed in the given order."""
-    if not vectors:
-        raise GradalignError("cannot average no vectors")
-    total = torch.zeros(vectors[0].shape, dtype=torch.float64)
-    for vector, weight in zip(vectors, weights, strict=True):
-        total.add_(vector, alpha=float(weight))
-    return total / float(sum(weights))
-
-
 def alignment_of(gradients: Sequence[Tensor], weights: Sequence[float] | None = None) -> Alignment:
     """Measure the alignment of gradients taken at one point; the first one is client 1 of the drift."""
     weights = [1.0] * len(gradients) if weights is None else weights
-    mean = weighted_mean(gradients, weights)
+    total, mean = float(sum(weights)), torch.zeros(gradients[0].shape, dtype=torch.float64)
+    for gradient, weight in zip(gradients, weights, strict=True):
+        mean.add_(gradient, alpha=float(weight))
+    mean /= total
     mean_norm = float(mean.norm())
-    total, spread, cosine, cosine_known = float(sum(weights)), 0.0, 0.0, mean_norm > 0.0
+    spread, cosine, cosine_known = 0.0, 0.0, mean_norm > 0.0
     for gradient, weight in zip(gradients, weights, strict=True):
         g = gradient.double()
         share, norm = float(weight) / total, float(g.norm())
@@ -169,24 +161,26 @@ def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
     return [0, *sorted(int(i) + 1 for i in np.atleast_1d(others))]
 
 
-def measured_at(
-    state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine
-) -> tuple[Row, dict[int, Any]]:
-    """Measure what is due at this point; the dictionary is empty and goes when nobody asks for it any more."""
+def measured_at(state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine) -> Row:
+    """Measure what is due, by a settled measure, at this point."""
     row: Row = dict.fromkeys(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
     scored_on = federation.task.scored_on
     row |= {f"{scored_on}_loss": None, f"{scored_on}_accuracy": None}
-    if measure.due(measure.test_every, state.round, rounds):
+    if _due(measure.test_every, state.round, rounds):
         score = engine.evaluate(state.point)
         if score is not None:
             row[f"{scored_on}_loss"] = score.loss / score.examples
             row[f"{scored_on}_accuracy"] = None if score.correct is None else score.correct / score.examples
-    if measure.due(measure.train_every, state.round, rounds):
+    if _due(measure.train_every, state.round, rounds):
         row |= _measured_on_clients(state, federation, measure, engine)
     _require_finite(row, state.round)
-    return row, {}
+    return row
+
+
+def _due(every: int | None, round_index: int, rounds: int) -> bool:
+    return bool(every) and (round_index % int(every or 1) == 0 or round_index == rounds)
 
 
 def _measured_on_clients(state: ServerState, federation: Federation, measure: Measure, engine: Engine) -> Row:
@@ -195,21 +189,15 @@ def _measured_on_clients(state: ServerState, federation: Federation, measure: Me
     told = Broadcast(point=state.point, round=state.round, algorithm=algorithm, one_by_one=True)
     clients = probe_clients(len(federation.task.clients), measure.train_clients, federation.seed)
     who = [Participant(client=client, weight=federation.weight(client)) for client in clients]
-    gradients: list[Tensor] = []
-    losses: list[float] = []
-    accuracies: list[float] = []
-    weights: list[float] = []
-    for reply in engine.gradients(told, who):
-        gradients.append(reply.vector.to("cpu", copy=True))
-        losses += reply.losses
-        accuracies += [accuracy for accuracy in reply.accuracies if accuracy is not None]
-        weights += reply.weights
-    if not gradients:
+    replies = [replace(reply, vector=reply.vector.to("cpu", copy=True)) for reply in engine.gradients(told, who)]
+    if not replies:
         return {}
+    weights = [reply.weights[0] for reply in replies]
+    accuracies = [accuracy for reply in replies for accuracy in reply.accuracies if accuracy is not None]
     with one_thread():  # norms over several threads round differently
-        found = alignment_of(gradients, weights)
+        found = alignment_of([reply.vector for reply in replies], weights)
     return {
-        "train_loss": _mean(losses, weights),
+        "train_loss": _mean([reply.losses[0] for reply in replies], weights),
         "train_accuracy": _mean(accuracies, weights) if len(accuracies) == len(weights) else None,
         "r": found.r,
         "drift": found.drift,
@@ -223,16 +211,73 @@ def _require_finite(row: Row, rounds: int) -> None:
     bad = next((name for name, value in row.items() if value is not None and not math.isfinite(value)), None)
     if bad is None:
         return
-    name = bad.replace("_", " ")
+    what = f"the {bad.replace('_', ' ')}"
     if rounds == 0:
-        raise DivergedError(
-            f"the {name} is NaN or infinite before any training; look at the model, the loss or the data"
-        )
+        raise DivergedError(f"{what} is NaN or infinite before any training; look at the model, the loss or the data")
     raise DivergedError(
-        f"the {name} became NaN or infinite after round {rounds}; "
-        "lower local.lr or algorithm.beta, or set local.clip_norm"
+        f"{what} became NaN or infinite after round {rounds}; lower local.lr or algorithm.beta, or set local.clip_norm"
     )
 
 
 def _mean(values: list[float], weights: list[float]) -> float:
     return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+
+
+def row_of(state: ServerState, facts: RoundFacts | None, measured: Row, seconds: float) -> Row:
+    row: Row = {"round": state.round, **asdict(state.totals), **measured}
+    row |= {one.name: getattr(facts, one.name) if facts else None for one in fields(RoundFacts)}
+    return row | {"seconds": round(seconds, 3)}
+
+
+def columns(rows: list[Row]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
+
+
+def summarise(rows: list[Row], federation: Federation, measure: Measure) -> dict[str, Any]:
+    """Return the numbers of a finished run."""
+
+    def final(name: str) -> Any:
+        return next((row[name] for row in reversed(rows) if row[name] is not None), None)
+
+    def best(name: str) -> Row:
+        """Return the first row with the highest number, or one without any."""
+        tested = [row for row in rows if row[name] is not None]
+        return max(tested, key=lambda row: row[name], default={name: None, "round": None})
+
+    summary: dict[str, Any] = {
+        "algorithm": federation.algorithm.label,
+        "seed": federation.seed,
+        "rounds": rows[-1]["round"],
+        "final_test_accuracy": final("test_accuracy"),
+        "best_test_accuracy": best("test_accuracy")["test_accuracy"],
+        "best_round": best("test_accuracy")["round"],
+        "final_test_loss": final("test_loss"),
+        "final_train_loss": final("train_loss"),
+        "final_r": final("r"),
+        "target_accuracy": measure.target_accuracy,
+        "communication_rounds_to_target": rounds_to(rows, measure.target_accuracy),
+    }
+    if federation.task.scored_on == "validation":
+        summary |= {
+            "final_validation_accuracy": final("validation_accuracy"),
+            "best_validation_accuracy": best("validation_accuracy")["validation_accuracy"],
+            "final_validation_loss": final("validation_loss"),
+        }
+    totals = ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds")
+    summary |= {name: rows[-1][name] for name in totals}
+    return summary | {"task": federation.task.describe(), "versions": versions()}
+
+
+def rounds_to(rows: list[Row], target: float | None) -> int | None:
+    """Return the communication rounds after which the accuracy, on whatever is scored, first reached the target."""
+    if target is None:
+        return None
+    for row in rows:
+        accuracies = (row["test_accuracy"], row.get("validation_accuracy"))
+        if any(accuracy is not None and accuracy >= target for accuracy in accuracies):
+            return int(row["communication_rounds"])
+    return None
+
+
+def versions() -> dict[str, str]:
+    return {"gradalign": __version__, "torch": torch.__version__, "python": platform.python_version()}

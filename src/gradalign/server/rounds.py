@@ -9,18 +9,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.view import SharedSums
 from gradalign.client.exchange import Broadcast, Participant, Reply, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
 from gradalign.errors import DivergedError, TooFewClientsError
-from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server.federation import Federation, ServerState, Totals
 
 
@@ -52,7 +49,6 @@ class Sums:
 
     @property
     def reported(self) -> int:
-        """How many clients answered."""
         return len(self.weights)
 
     def add(self, reply: Reply) -> None:
@@ -74,17 +70,6 @@ class Sums:
         self.kept.setdefault(label, {})[client] = new
         change = self.kept_change.setdefault(label, torch.zeros(new.shape, dtype=torch.float64))
         change.add_(new if old is None else new - old, alpha=weight)
-
-    def shared(self, label: str, update: Tensor, clients: int) -> SharedSums:
-        """Return what the algorithm with this label may make its next s from."""
-        change = self.kept_change.get(label)
-        return SharedSums(
-            update=update,
-            kept_change=None if change is None else change / self.weight,
-            total_step_size=self.step_size / self.weight,
-            reported=self.reported,
-            clients=clients,
-        )
 
 
 class _Round:
@@ -112,7 +97,6 @@ class _Round:
         )
 
     def participants(self) -> Iterator[Participant]:
-        """Yield what is known of the clients, one at a time."""
         total, everyone = sum(self.weights[client] for client in self.clients), self.state.kept
         for client in self.clients:
             weight = self.weights[client]
@@ -143,15 +127,12 @@ class _Round:
             self.require_finite("loss", reply)
             sums.add(reply)
             for part in self.told.algorithm.keepers:
-                self._keep(sums, part, known[reply.clients[0]], reply)
+                one = known[reply.clients[0]]
+                view = self.told.view(part.label, one, self.gradients.get(one.client))
+                new = part.keep(view, reply.vector.cpu(), reply.total_step_sizes[0])  # k_i⁺
+                sums.add_kept(part.label, one.client, view.kept, new, reply.weights[0])
         self.require_enough(sums, "training phase", engine)
         return sums
-
-    def _keep(self, sums: Sums, part: Algorithm, one: Participant, reply: Update) -> None:
-        """Work out k_i⁺ from a client's reply."""
-        view = self.told.view(part.label, one, self.gradients.get(one.client))
-        new = part.keep(view, reply.vector.cpu(), reply.total_step_sizes[0])
-        sums.add_kept(part.label, one.client, view.kept, new, reply.weights[0])
 
     def require_finite(self, what: str, reply: Reply) -> None:
         """Say which client of a reply diverged, when one did."""
@@ -164,7 +145,6 @@ class _Round:
         raise self.diverged(what, f"at one of the clients {first} to {others[-1]}")
 
     def diverged(self, what: str, where: str) -> DivergedError:
-        """Return the error that says what became of the round."""
         return DivergedError(
             f"the {what} became NaN or infinite in round {self.state.round + 1} {where} "
             f"(local.lr = {self.told.lr:g}); lower local.lr or algorithm.beta, or set local.clip_norm"
@@ -184,7 +164,6 @@ class _Round:
         )
 
     def spent(self, sums: Sums) -> Totals:
-        """Return the totals after this round."""
         algorithm, x = self.told.algorithm, self.state.point.x
         phases, point, vector = 1 + algorithm.needs_gradients, self.state.point.nbytes, x.numel() * x.element_size()
         gradient = vector if algorithm.needs_gradients else 0
@@ -208,8 +187,15 @@ class _Round:
             return after
         mean, shared = sums.vector / sums.weight, dict(state.shared)
         for part in algorithm.parts:
-            known = sums.shared(part.label, mean, len(self.federation.task.clients))
-            new = part.next_shared(state.shared.get(part.label), known)
+            change = sums.kept_change.get(part.label)
+            seen = SharedSums(
+                update=mean,
+                kept_change=None if change is None else change / sums.weight,
+                total_step_size=sums.step_size / sums.weight,
+                reported=sums.reported,
+                clients=len(self.federation.task.clients),
+            )
+            new = part.next_shared(state.shared.get(part.label), seen)
             if new is not None:
                 shared[part.label] = new
         update = algorithm.corrected(mean, shared, sums.reported)
@@ -241,11 +227,3 @@ def play_round(federation: Federation, engine: Engine, state: ServerState) -> tu
             failed=play.sampled - silent - sums.reported,
         )
         return play.close(sums), facts
-
-
-def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
-    """Return the fixed clients on which alignment and training loss are measured: all, or 0 and a seeded choice."""
-    if limit >= clients:
-        return list(range(clients))
-    others = numpy_stream(seed, Purpose.PROBE).choice(clients - 1, limit - 1, replace=False, shuffle=False)
-    return [0, *sorted(int(i) + 1 for i in np.atleast_1d(others))]

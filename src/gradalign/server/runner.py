@@ -16,30 +16,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradalign import stopping
+from gradalign import errors, stopping
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.trainer import check_device
 from gradalign.engines import Engine
 from gradalign.engines.distributed import DistributedEngine
-from gradalign.errors import (
-    DivergedError,
-    GradalignError,
-    LostRankError,
-    TooFewClientsError,
-    flag,
-    need,
-    no_exit,
-    real,
-    whole,
-)
+from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
 from gradalign.runs import MODEL
 from gradalign.runs.checkpoint import require_writable
 from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.federation import Federation, ServerState
-from gradalign.server.measure import Measure, Row, measured_at, settle
+from gradalign.server.measure import Measure, Row, columns, measured_at, row_of, settle, summarise
 from gradalign.server.rounds import RoundFacts, play_round
-from gradalign.server.summary import columns, row_of, summarise
 from gradalign.tasks.class_counts import class_counts_note
 from gradalign.tracking import RunInfo, Trackers
 
@@ -66,17 +55,17 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        flag("resume", self.resume)
-        real("checkpoint_seconds", self.checkpoint_seconds, 0.0)
+        errors.flag("resume", self.resume)
+        errors.real("checkpoint_seconds", self.checkpoint_seconds, 0.0)
         if self.progress is not None:
-            flag("progress", self.progress)
+            errors.flag("progress", self.progress)
         if self.workers is not None:
-            object.__setattr__(self, "workers", whole("workers", self.workers, 0, _MOST_WORKERS))
+            object.__setattr__(self, "workers", errors.whole("workers", self.workers, 0, _MOST_WORKERS))
         if self.out is not None:
             if not isinstance(self.out, str | os.PathLike):
                 raise GradalignError(f"out must be the name of a folder, got {self.out!r}")
-            need("tomli_w", "runs")
-            need("safetensors", "runs")
+            errors.need("tomli_w", "runs")
+            errors.need("safetensors", "runs")
 
     @contextmanager
     def bar(self, label: str, rounds: int) -> Iterator[Tell]:
@@ -87,7 +76,7 @@ class RunOptions:
         if not show:
             yield lambda row: None
             return
-        need("rich", "cli")
+        errors.need("rich", "cli")
         from gradalign.tracking.progress import rounds_bar
 
         with rounds_bar(rounds, label) as tick:
@@ -129,11 +118,12 @@ def conduct(
     name = options.name or f"{spec.get('name', federation.task.name)}-{federation.algorithm.label}-seed{seed}"
     info = RunInfo(name=name, folder=Path(options.out) if options.out else None, settings=spec, rounds=rounds)
     with ExitStack() as stack:
-        stack.enter_context(no_exit(f"the code of the task {federation.task.name}"))
+        stack.enter_context(errors.no_exit(f"the code of the task {federation.task.name}"))
         # The engine first: when the folder is refused, the ranks are there to be told.
         engine = stack.enter_context(engine_maker())
         if isinstance(engine, DistributedEngine) and engine.rank != 0:
-            return follow(federation, engine)
+            (history, summary), point = engine.follow()
+            return Result(history=history, summary=summary, model=_model(federation, point), folder=None)
         folder = None
         if info.folder is not None:
             require_writable(federation.task.make_model(seed))
@@ -169,12 +159,6 @@ def conduct(
         else:
             trackers.end(result.summary)
         return result
-
-
-def follow(federation: Federation, engine: DistributedEngine) -> Result:
-    """Work for rank 0 and return its result."""
-    (history, summary), point = engine.follow()
-    return Result(history=history, summary=summary, model=_model(federation, point), folder=None)
 
 
 def _model(federation: Federation, point: Point) -> nn.Module:
@@ -221,7 +205,7 @@ def _play_all(
     began, saved = time.monotonic() - spent, time.monotonic()
 
     def note(state: ServerState, facts: RoundFacts | None) -> None:
-        measured, _ = measured_at(state, federation, measure, rounds, engine)
+        measured = measured_at(state, federation, measure, rounds, engine)
         rows.append(row_of(state, facts, measured, time.monotonic() - began))
         if folder is not None:
             folder.append(rows[-1])
@@ -257,14 +241,12 @@ def _play_all(
 
 def _play_patiently(federation: Federation, engine: Engine, state: ServerState) -> tuple[ServerState, RoundFacts]:
     """Play a round, again when too few clients answered, as often as the engine has patience."""
-    for left in range(engine.attempts - 1, -1, -1):
+    for _ in range(engine.attempts - 1):
         try:
             return play_round(federation, engine, state)
         except TooFewClientsError as error:
-            if not left:
-                raise
             logger.warning("%s; the round is played again", error)
-    raise AssertionError("an engine makes at least one attempt")
+    return play_round(federation, engine, state)
 
 
 def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:

@@ -18,7 +18,7 @@ from gradalign.recipes import merge
 from gradalign.recipes.scale import describe_scale
 from gradalign.report.figures import COLOURS, STYLE, save, tidy
 from gradalign.runs import SUMMARY, write_json, write_toml, write_whole
-from gradalign.server.summary import versions
+from gradalign.server.measure import versions
 from gradalign.sweep.grid import PLACES, Point, apply_point, describe_point, shown
 from gradalign.sweep.plan import SweepPlan, plain
 from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, Found, Outcome, are_accuracies, best_of, count_states
