@@ -40,7 +40,7 @@ from gradalign.server.federation import Federation, ServerState
 from gradalign.server.measure import Measure, Row, measured_at, settle
 from gradalign.server.rounds import RoundFacts, play_round
 from gradalign.server.summary import columns, row_of, summarise
-from gradalign.tasks.class_counts import class_counts_note
+from gradalign.tasks.divide import class_counts_note
 from gradalign.tracking import RunInfo, Trackers
 
 CHECKPOINT_SECONDS = 10.0
