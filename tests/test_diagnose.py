@@ -221,7 +221,7 @@ def test_a_mixture_that_the_model_refuses_is_unknown_not_misaligned():
 def test_r_of_a_split_is_that_of_two_passes():
     probe = Probe(trial(3, clients=4, examples=9))
     point, parts = probe.start(), random_split(probe, 5)
-    expected = spread(probe, point, parts)
+    expected = spread(Probe(Task(model=probe.task.model, clients=parts)), point)
     assert r_and_cosine(probe, point, parts) == pytest.approx((expected.r, expected.pairwise))
 
 

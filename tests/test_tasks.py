@@ -17,7 +17,7 @@ from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import ClientTrainer, Setup
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS, build_task
-from gradalign.tasks.divide import Division
+from gradalign.tasks.divide import Division, class_counts_of
 from gradalign.tasks.paper import CharLSTM, CropAndFlip, Normalise, emnist_cnn, lenet
 
 
@@ -222,3 +222,11 @@ def test_the_digits_are_scikit_learns():
     bunch = load_digits()
     assert np.array_equal(pixels, bunch.data)
     assert np.array_equal(labels, bunch.target)
+
+
+def test_a_users_task_with_a_known_name_and_more_classes_is_counted_by_number():
+    inputs, labels = torch.zeros(12, 1), torch.arange(12)
+    clients = [(inputs[:6], labels[:6]), (inputs[6:], labels[6:])]
+    found = class_counts_of(ga.Task(model=torch.nn.Linear(1, 12), clients=clients, name="cifar10"))
+    assert found.names == tuple(map(str, range(12)))
+    assert found.counts.sum(axis=1).tolist() == [6, 6]

@@ -18,7 +18,6 @@ from gradalign.errors import GradalignError
 from gradalign.tasks.task import Task
 from gradalign.theory.check import Check, limit, order, plot_checks, slope_of
 from gradalign.theory.claims import (
-    every_draw,
     every_order,
     fedga,
     forms,
@@ -84,7 +83,6 @@ def test_rounding_noise_is_left_out_and_too_much_of_it_fails():
 
 def test_orders_and_draws():
     assert len(every_order((0, 1, 2, 3))) == 24
-    assert len(every_draw((0, 1, 2), 3)) == 27
     drawn = mirrored_draws(range(12), 12, 3, seed=0)
     assert len(drawn) == 6
     assert all(drawn[k][::-1] == drawn[k + 1] for k in (0, 2, 4))

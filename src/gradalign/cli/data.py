@@ -17,7 +17,7 @@ from gradalign.cli.common import AsJson, DataDir, TaskSettings, plain, plain_err
 from gradalign.errors import GradalignError
 
 if TYPE_CHECKING:
-    from gradalign.tasks.class_counts import ClassCounts
+    from gradalign.tasks.divide import ClassCounts
     from gradalign.tasks.task import Task
 
 data_app = typer.Typer(help="List, get and look at data sets.", invoke_without_command=True, no_args_is_help=False)
@@ -93,7 +93,7 @@ def show_data(
         from gradalign.recipes import parse_settings
         from gradalign.recipes.build import TASKS, build_task
         from gradalign.report.figures import draw_class_counts
-        from gradalign.tasks.class_counts import class_counts_of
+        from gradalign.tasks.divide import class_counts_of
 
         options: dict[str, Any] = parse_settings(settings or ())
         options |= {key: value for key, value in (("partition", partition), ("clients", clients)) if value is not None}

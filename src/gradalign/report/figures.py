@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
     from matplotlib.lines import Line2D
 
-    from gradalign.tasks.class_counts import ClassCounts
+    from gradalign.tasks.divide import ClassCounts
     from gradalign.tasks.task import Task
 
 STYLE: dict[Any, Any] = {"text.parse_math": False, "pdf.fonttype": 42, "font.size": 9}

@@ -29,7 +29,7 @@ from gradalign.runs.metrics import read_metrics
 from gradalign.server.federation import Federation, ServerState
 from gradalign.server.measure import Measure, Row, columns, measured_at, row_of, settle, summarise
 from gradalign.server.rounds import RoundFacts, play_round
-from gradalign.tasks.class_counts import class_counts_note
+from gradalign.tasks.divide import class_counts_note
 from gradalign.tracking import RunInfo, Trackers
 
 CHECKPOINT_SECONDS = 10.0

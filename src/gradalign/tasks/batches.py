@@ -49,7 +49,6 @@ class Rows(Examples):
         return len(self.rows)
 
     def batch(self, index: Tensor) -> Any:
-        """Return the selected rows, collated as the examples themselves do it."""
         return self.examples.batch(self.rows[index])
 
 
@@ -62,24 +61,21 @@ class TensorExamples(Examples):
     def __init__(
         self, tensors: tuple[Tensor, ...], rows: Tensor | None = None, transform: Transform | None = None
     ) -> None:
-        first = tensors[0].shape[0] if tensors else 0
-        if not tensors or any(t.shape[0] != first for t in tensors):
-            lengths = {len(t) for t in tensors}
+        lengths = {t.shape[0] for t in tensors}
+        if len(lengths) != 1:
             raise GradalignError(f"inputs and targets must have the same length, got {sorted(lengths)}")
         self.tensors, self.rows, self.transform = tensors, rows, transform
-        self._count = first if rows is None else len(rows)
+        self._count = lengths.pop() if rows is None else len(rows)
 
     def __len__(self) -> int:
         return self._count
 
     def batch(self, index: Tensor) -> tuple[Tensor, ...]:
-        """Return the selected rows of every tensor."""
         rows = index if self.rows is None else self.rows[index]
         batch = tuple(t.index_select(0, rows) for t in self.tensors)
         return batch if self.transform is None else self.transform(batch)
 
     def select(self, rows: Tensor) -> TensorExamples:
-        """Return some of these examples, in the same tensors."""
         return TensorExamples(self.tensors, rows if self.rows is None else self.rows[rows], self.transform)
 
 
@@ -93,7 +89,6 @@ class DatasetExamples(Examples):
         return len(self.dataset)
 
     def batch(self, index: Tensor) -> Any:
-        """Return the dataset's items at these positions, collated."""
         return default_collate([self.dataset[int(i)] for i in index])
 
 
@@ -111,10 +106,9 @@ def as_examples(data: Any) -> Examples:
         if any(part.ndim == 0 for part in data):
             raise GradalignError("inputs and targets must have one entry per example, got a single number")
         # Arrays with negative strides are valid NumPy, but torch cannot see them.
-        arrays = [np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part for part in data]
+        arrays = (np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part for part in data)
         # A named tuple's batches have its names too.
-        names = getattr(type(data), "_make", None)
-        return TensorExamples(tuple(torch.as_tensor(part) for part in arrays), transform=names)
+        return TensorExamples(tuple(map(torch.as_tensor, arrays)), transform=getattr(type(data), "_make", None))
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | Mapping):
         return DatasetExamples(data)
     raise GradalignError(
@@ -150,16 +144,14 @@ def take_examples(batch: Any, index: Tensor) -> Any:
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """Return one batch with the examples of all, in the form of the first.
-
-    Raises:
-        GradalignError: If their forms or shapes differ, or if they hold anything but tensors and texts.
-    """
+    """Return one batch with the examples of all, in the form of the first; they hold tensors and texts alone."""
     first = batches[0]
     if isinstance(first, Tensor):
-        return _joined_tensors(batches)
-    parts = _parts(first)
-    if parts is None:
+        shapes = {tuple(part.shape[1:]) if isinstance(part, Tensor) and part.ndim else None for part in batches}
+        if len(shapes) > 1 or None in shapes:
+            raise GradalignError("the clients' examples differ in shape and cannot be joined")
+        return torch.cat(list(batches))
+    if _parts(first) is None:
         raise GradalignError(
             f"batches that hold a {type(first).__name__} cannot be joined; make them of tensors in tuples, named "
             "tuples, lists or dictionaries"
@@ -193,13 +185,6 @@ def _parts(batch: Any) -> list[Any] | None:
     if isinstance(batch, tuple | list):
         return list(batch)
     return list(batch.values()) if isinstance(batch, Mapping) else None
-
-
-def _joined_tensors(tensors: Sequence[Any]) -> Tensor:
-    shapes = {tuple(tensor.shape[1:]) if isinstance(tensor, Tensor) and tensor.ndim else None for tensor in tensors}
-    if len(shapes) > 1 or None in shapes:
-        raise GradalignError("the clients' examples differ in shape and cannot be joined")
-    return torch.cat(list(tensors))
 
 
 def _rebuilt(like: Any, values: list[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradalign.errors import GradalignError
-from gradalign.tasks.readers import SEQUENCE, read_batch, read_idx, read_shakespeare
+from gradalign.tasks.readers import LETTERS, SEQUENCE, read_batch, read_idx, read_shakespeare
 from gradalign.tasks.storage import Arrays, cached_arrays, data_folder, find_file
 
-EMNIST_CLASSES = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"
-EMNIST_PLACES = ("EMNIST/raw", "EMNIST/raw/gzip", "EMNIST/gzip", "EMNIST", "emnist", "gzip", "raw", ".")
-SHAKESPEARE_PLACES = ("shakespeare", "shakespeare/data", "data", ".")
+CLASS_NAMES: dict[str, tuple[str, ...]] = {
+    "emnist": tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabdefghnqrt"),
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    "shakespeare": tuple(LETTERS.replace("\n", "⏎").replace(" ", "␣")),
+}
+_EMNIST_PLACES = ("EMNIST/raw", "EMNIST/raw/gzip", "EMNIST/gzip", "EMNIST", "emnist", "gzip", "raw", ".")
+_SHAKESPEARE_PLACES = ("shakespeare", "shakespeare/data", "data", ".")
 
 Files = dict[str, list[Path]]
 """The files of the splits "train" and "test"."""
+_Labelled = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+"""Images and their labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +41,8 @@ class Part:
 
     inputs: Tensor
     labels: NDArray[np.uint8]
-    owners: NDArray[np.int32] | None = None
-    spans: NDArray[np.int64] | None = None
+    owners: NDArray[np.int32] | None
+    spans: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,20 +100,27 @@ def _text_spans(starts: NDArray[np.int32], owners: NDArray[np.int32]) -> NDArray
     return np.stack([first, first + reach], axis=1)
 
 
-def _with_copies_told(arrays: Arrays) -> Arrays:
-    """Add the span of each training image: the first one that is the same picture; nothing when all differ."""
+def _read_images(read: Callable[[list[Path]], Iterable[_Labelled]], files: Files) -> Arrays:
+    """Return what ``read`` makes of each split's files, and the training images' spans where some are the same picture.
+
+    An image's span is the first image that is the same picture.
+    """
+    arrays: Arrays = {}
+    for split, paths in files.items():
+        images, labels = zip(*read(paths), strict=True)
+        arrays[f"{split}_x"], arrays[f"{split}_y"] = np.concatenate(images), np.concatenate(labels)
     first: dict[bytes, int] = {}
     digests = (hashlib.blake2b(image.tobytes(), digest_size=16).digest() for image in arrays["train_x"])
     found = np.array([first.setdefault(digest, row) for row, digest in enumerate(digests)], np.int64)
     return arrays if len(first) == len(found) else arrays | {"train_alike": np.stack([found, found], axis=1)}
 
 
-def _missing(data_set: str, folder: Path, looked_for: str, advice: str) -> GradalignError:
+def _missing(data_set: str, folder: Path, looked_for: str) -> GradalignError:
+    get, point = f"gradalign data get {data_set.replace('-', '').lower()}", "point GRADALIGN_DATA or --data-dir at"
+    advice = f"run: {get}, or {point} a folder that has it"
+    if data_set == "Shakespeare":
+        advice = f"make it with LEAF's own scripts (see: {get}), and {point} it"
     return GradalignError(f"{data_set} is not in {folder}: there is no {looked_for}; {advice}")
-
-
-def _to_get(name: str) -> str:
-    return f"run: gradalign data get {name}, or point GRADALIGN_DATA or --data-dir at a folder that has it"
 
 
 def emnist_data(named: str | None = None, *, extra: bool = False) -> DataSet:
@@ -123,56 +136,42 @@ def emnist_data(named: str | None = None, *, extra: bool = False) -> DataSet:
         for kind in ("balanced", "balancedextra") if extra else ("balanced",):
             for content in ("images-idx3", "labels-idx1"):
                 name = f"emnist-{kind}-{split}-{content}-ubyte"
-                found = find_file(folder, EMNIST_PLACES, (f"{name}.gz", name))
+                found = find_file(folder, _EMNIST_PLACES, (f"{name}.gz", name))
                 if found is None:
-                    raise _missing("EMNIST", folder, f"{name}.gz (nor in EMNIST/raw or gzip)", _to_get("emnist"))
+                    raise _missing("EMNIST", folder, f"{name}.gz (nor in EMNIST/raw or gzip)")
                 paths.append(found)
-    return _data_set("emnist", files, _read_emnist, 47, None if extra else (112_800, 18_800))
+    decode = partial(_read_images, _read_emnist)
+    return _data_set("emnist", files, decode, 47, None if extra else (112_800, 18_800))
 
 
-def _read_emnist(files: Files) -> Arrays:
-    arrays: Arrays = {}
-    for split, paths in files.items():
-        images, labels = [], []
-        for image_path, label_path in zip(paths[::2], paths[1::2], strict=True):
-            image, label = read_idx(image_path, 3), read_idx(label_path, 1)
-            if image.shape[1:] != (28, 28):
-                raise GradalignError(f"{image_path}: the images must be 28×28, got {image.shape[1]}×{image.shape[2]}")
-            if len(image) != len(label):
-                raise GradalignError(f"{label_path} has {len(label):,} labels for {len(image):,} images")
-            if not len(label) or label.max() >= 47:
-                what = f"the label {label.max()}" if len(label) else "no label"
-                raise GradalignError(f"{label_path} must have labels from 0 to 46, it has {what}")
-            images.append(image.transpose(0, 2, 1)[:, None])  # the files store every image transposed
-            labels.append(label)
-        arrays[f"{split}_x"], arrays[f"{split}_y"] = np.concatenate(images), np.concatenate(labels)
-    return _with_copies_told(arrays)
+def _read_emnist(paths: list[Path]) -> Iterator[_Labelled]:
+    for image_path, label_path in zip(paths[::2], paths[1::2], strict=True):
+        images, labels = read_idx(image_path, 3), read_idx(label_path, 1)
+        if images.shape[1:] != (28, 28):
+            raise GradalignError(f"{image_path}: the images must be 28×28, got {images.shape[1]}×{images.shape[2]}")
+        if len(images) != len(labels):
+            raise GradalignError(f"{label_path} has {len(labels):,} labels for {len(images):,} images")
+        if not len(labels) or labels.max() >= 47:
+            what = f"the label {labels.max()}" if len(labels) else "no label"
+            raise GradalignError(f"{label_path} must have labels from 0 to 46, it has {what}")
+        yield images.transpose(0, 2, 1)[:, None], labels  # the files store every image transposed
 
 
 def cifar_data(classes: int, named: str | None = None) -> DataSet:
     """Return CIFAR-10 or CIFAR-100 (fine labels), whichever has this many classes."""
     folder = data_folder(named)
-    home, label_key = {10: ("cifar-10-batches-py", "labels"), 100: ("cifar-100-python", "fine_labels")}[classes]
-    names = {
-        10: {"train": [f"data_batch_{n}" for n in range(1, 6)], "test": ["test_batch"]},
-        100: {"train": ["train"], "test": ["test"]},
+    home, label_key, train, test = {
+        10: ("cifar-10-batches-py", "labels", [f"data_batch_{n}" for n in range(1, 6)], "test_batch"),
+        100: ("cifar-100-python", "fine_labels", ["train"], "test"),
     }[classes]
     files: Files = {}
-    for split, batches in names.items():
+    for split, batches in (("train", train), ("test", [test])):
         found = [find_file(folder, (home, "."), (name, f"{name}.xz")) for name in batches]
         files[split] = [path for path in found if path is not None]
         if not files[split]:
-            looked_for = f"{home}/{batches[0]} or {batches[0]}.xz"
-            raise _missing(f"CIFAR-{classes}", folder, looked_for, _to_get(f"cifar{classes}"))
-    return _data_set(f"cifar{classes}", files, partial(_read_cifar, label_key, classes), classes, (50_000, 10_000))
-
-
-def _read_cifar(label_key: str, classes: int, files: Files) -> Arrays:
-    arrays: Arrays = {}
-    for split, paths in files.items():
-        images, labels = zip(*(read_batch(path, label_key, classes) for path in paths), strict=True)
-        arrays[f"{split}_x"], arrays[f"{split}_y"] = np.concatenate(images), np.concatenate(labels)
-    return _with_copies_told(arrays)
+            raise _missing(f"CIFAR-{classes}", folder, f"{home}/{batches[0]} or {batches[0]}.xz")
+    decode = partial(_read_images, lambda paths: (read_batch(path, label_key, classes) for path in paths))
+    return _data_set(f"cifar{classes}", files, decode, classes, (50_000, 10_000))
 
 
 def shakespeare_data(named: str | None = None) -> DataSet:
@@ -180,14 +179,10 @@ def shakespeare_data(named: str | None = None) -> DataSet:
     folder = data_folder(named)
     files: Files = {}
     for split in ("train", "test"):
-        found = (_json_files(folder / place / split) for place in SHAKESPEARE_PLACES)
+        found = (_json_files(folder / place / split) for place in _SHAKESPEARE_PLACES)
         files[split] = next((paths for paths in found if paths), [])
         if not files[split]:
-            advice = (
-                "make it with LEAF's own scripts (see: gradalign data get shakespeare), "
-                "and point GRADALIGN_DATA or --data-dir at it"
-            )
-            raise _missing("Shakespeare", folder, f"shakespeare/{split}/*.json or *.json.gz", advice)
+            raise _missing("Shakespeare", folder, f"shakespeare/{split}/*.json or *.json.gz")
     return _data_set("shakespeare", files, _read_shakespeare, 80)
 
 
@@ -199,9 +194,9 @@ def _read_shakespeare(files: Files) -> Arrays:
     users, train = read_shakespeare(files["train"])
     test_users, test = read_shakespeare(files["test"])
     number = {user: index for index, user in enumerate(users)}
-    strangers = [user for user in test_users if user not in number]
-    if strangers:
-        raise GradalignError(f"{files['test'][0]}: the user {strangers[0]} has test windows but no training windows")
+    stranger = next((user for user in test_users if user not in number), None)
+    if stranger is not None:
+        raise GradalignError(f"{files['test'][0]}: the user {stranger} has test windows but no training windows")
     renumbered = np.array([number[user] for user in test_users], np.int32)
     return {
         "users": np.array(users),

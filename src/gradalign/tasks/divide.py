@@ -1,4 +1,4 @@
-"""From a recipe's words to a federation of clients: the partition by name, then the share of it that a scale takes."""
+"""From a recipe's words to clients: a partition by name, the share of it a scale takes, the classes each client has."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks import partition
+from gradalign.tasks.batches import TensorExamples, as_examples
+from gradalign.tasks.datasets import CLASS_NAMES
 from gradalign.tasks.partition import Labels, Rows
+from gradalign.tasks.task import PartitionedClients, Task
 
 PARTITIONS = {
     "iid": "IID",
@@ -30,7 +34,8 @@ PARTITIONS = {
 """The partitions by name, and what a summary says of them; ``gradalign.tasks.partition`` says what they do."""
 
 _SCALE_KEY = 1  # keeps the choice of clients apart from the partition's own stream
-_Task = TypeVar("_Task")
+_MOST_NOTED = 500  # clients noted in a run folder; a picture has no more columns
+_MOST_CLASSES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,26 +75,23 @@ class Division:
 
     def divide(self, labels: Labels, seed: int, owners: Labels | None = None) -> list[Rows]:
         """Return the rows of every client of the whole federation."""
-        clients, per_client = self.clients or 0, self.classes_per_client
-        match self.partition:
-            case "custom":
-                return partition.custom(len(labels), self.parts or ())
-            case "natural":
-                if owners is None:
-                    raise GradalignError('task.partition: this data has no owners, so it has no "natural" partition')
-                return partition.natural(owners, self.clients, seed)
-            case "one-class":
-                return partition.one_class(labels, clients, seed)
-            case "separate":
-                return partition.separate_classes(labels, clients, per_client, seed)
-            case "classes":
-                return partition.by_classes(labels, clients, per_client, seed)
-            case "sorted":
-                return partition.sorted_with_iid(labels, clients, self.iid_share, seed)
-            case "dirichlet":
-                return partition.dirichlet(labels, clients, self.alpha, seed)
-            case _:
-                return partition.iid(labels, clients, seed)
+        if self.partition == "custom":
+            return partition.custom(len(labels), self.parts or ())
+        if self.partition == "natural":
+            if owners is None:
+                raise GradalignError('task.partition: this data has no owners, so it has no "natural" partition')
+            return partition.natural(owners, self.clients, seed)
+        ways: dict[str, tuple[Any, ...]] = {
+            "iid": (partition.iid,),
+            "one-class": (partition.one_class,),
+            "separate": (partition.separate_classes, self.classes_per_client),
+            "classes": (partition.by_classes, self.classes_per_client),
+            "sorted": (partition.sorted_with_iid, self.iid_share),
+            "dirichlet": (partition.dirichlet, self.alpha),
+        }
+        divide, *own = ways[self.partition]
+        parts: list[Rows] = divide(labels, self.clients or 0, *own, seed)
+        return parts
 
     def subset(self, parts: list[Rows], labels: Labels, seed: int) -> list[Rows]:
         """Return the clients and rows that the shares ask for: a seeded choice of clients, an even choice of rows."""
@@ -115,13 +117,10 @@ class Division:
 
 def divided(
     kind: type[Division] = Division, *, without: Sequence[str] = (), **defaults: Any
-) -> Callable[[Callable[..., _Task]], Callable[..., _Task]]:
+) -> Callable[[Callable[..., Task]], Callable[..., Task]]:
     """Turn ``make(division, *, seed=0, …)`` into a task's function that takes the division's settings as keywords.
 
-    Args:
-        kind: The division, whose fields are the settings; the function's signature lists them one by one.
-        without: Settings that this task does not have.
-        defaults: Its own defaults.
+    Its signature lists the fields of ``kind`` one by one, ``without`` some, with ``defaults`` of its own.
     """
     keyword = inspect.Parameter.KEYWORD_ONLY
     settings = [
@@ -130,12 +129,12 @@ def divided(
         if field.name not in without
     ]
 
-    def decorate(make: Callable[..., _Task]) -> Callable[..., _Task]:
+    def decorate(make: Callable[..., Task]) -> Callable[..., Task]:
         seed, *own = (p for p in inspect.signature(make).parameters.values() if p.kind is keyword)
         signature = inspect.Signature([seed, *settings, *own])
 
         @functools.wraps(make)
-        def task(**given: Any) -> _Task:
+        def task(**given: Any) -> Task:
             bound = signature.bind(**given)
             bound.apply_defaults()
             values = bound.kwargs
@@ -166,3 +165,52 @@ def even_choice(labels: Labels, count: int | None) -> Rows:
     rank = np.empty(len(labels), np.int64)  # the how-manieth of its class each row is
     rank[order] = np.arange(len(labels)) - starts
     return np.sort(np.argsort(rank, kind="stable")[:count])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassCounts:
+    """How many examples of each class each client has: (clients, classes), and the classes' names."""
+
+    counts: NDArray[np.int64]
+    names: tuple[str, ...]
+
+
+def class_counts_of(task: Task, most: int | None = None) -> ClassCounts:
+    """Count the classes of every client, or of the first ``most``."""
+    labels = _labels_of(task, most)
+    if labels is None or any(len(own) and own.min() < 0 for own in labels):
+        raise GradalignError(f"the task {task.name} does not divide labelled examples among clients")
+    classes = 1 + max((int(own.max()) for own in labels if len(own)), default=0)
+    names = CLASS_NAMES.get(task.name, ())
+    if len(names) < classes:  # a task of the user's own may have the name of ours
+        names = tuple(map(str, range(classes)))
+    if len(names) > _MOST_CLASSES:
+        raise GradalignError(f"the task {task.name} has labels up to {len(names) - 1}: too many classes to show")
+    return ClassCounts(counts=np.stack([np.bincount(own, minlength=len(names)) for own in labels]), names=names)
+
+
+def _labels_of(task: Task, most: int | None) -> list[NDArray[np.int64]] | None:
+    """Return the labels of the first clients; None where the targets are no class numbers or are made on demand."""
+    clients = task.clients
+    if not isinstance(clients, PartitionedClients | list | tuple):
+        return None
+    found = []
+    for entry in clients[:most]:
+        examples = as_examples(entry)
+        if not isinstance(examples, TensorExamples) or len(examples.tensors) < 2:
+            return None
+        labels = examples.tensors[-1]
+        if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+            return None
+        own = labels if examples.rows is None else labels[examples.rows]
+        found.append(own.cpu().numpy().astype(np.int64))
+    return found
+
+
+def class_counts_note(task: Task) -> dict[str, Any] | None:
+    """Return the counts as plain data for the run folder: of the first clients only, so that it stays small."""
+    try:
+        counted = class_counts_of(task, _MOST_NOTED)
+    except GradalignError:
+        return None
+    return {"names": list(counted.names), "counts": counted.counts.tolist(), "clients": len(task.clients)}

@@ -20,13 +20,13 @@ from torch import Tensor
 from gradalign.errors import GradalignError, real
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks.batches import Examples, TensorExamples, as_examples, batch_length, join_batches, take_examples
+from gradalign.tasks.partition import Rows
 from gradalign.tasks.task import PartitionedClients, Task
 
-Rows = NDArray[np.int64]
 Spans = NDArray[np.int64]
 """(examples, 2): the first and the last unit of each example."""
-Split = Callable[[int, int], tuple[Tensor, Tensor]]
-"""From a client and its number of examples to the rows that are trained on and those that are held out."""
+Split = Callable[..., tuple[Tensor, Tensor]]
+"""From a ``client`` and its number of ``examples`` to the rows that are trained on and those that are held out."""
 _TRIES = 16
 """Random places that are tried for a cut before it is made at an end."""
 
@@ -45,11 +45,10 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
         raise GradalignError(f"the share to hold out must be between 0 and 1, got {share:g}")
     split, groups = _splitter(task, share, seed)
     if isinstance(task.clients, PartitionedClients):
-        parts: tuple[Sequence[Any], Examples | None] = _split_partition(task.clients, split)
+        clients, validation = _split_partition(task.clients, split)
     else:
-        parts = _split_entries(task, split, seed)
-    clients, validation = parts
-    if validation is None or len(validation) == 0:
+        clients, validation = _split_entries(task, split, seed)
+    if not validation:
         groups_too = "" if groups is None else ", or smaller groups of examples that belong together"
         raise GradalignError(
             f"holding out {share:g} of each client of the task {task.name} gives no validation example; "
@@ -70,34 +69,26 @@ def split_rows(examples: int, share: float, seed: int, client: int) -> tuple[Ten
     return torch.from_numpy(np.sort(order[count:])), torch.from_numpy(np.sort(order[:count]))
 
 
-# These two are plain functions, not closures, so that workers can be sent a task.
-
-
-def _split_at_random(share: float, seed: int, client: int, examples: int) -> tuple[Tensor, Tensor]:
-    return split_rows(examples, share, seed, client)
-
-
 def _split_as_given(rows: list[tuple[Tensor, Tensor]], client: int, examples: int) -> tuple[Tensor, Tensor]:
-    return rows[client]
+    return rows[client]  # a plain function, not a closure, so that workers can be sent a task
 
 
 def _splitter(task: Task, share: float, seed: int) -> tuple[Split, Sequence[Any] | None]:
     """Return how a client of so many examples is split, and the groups of what is trained on."""
     if task.groups is None:
-        return partial(_split_at_random, share, seed), None
-    known = task.sizes
-    sizes = [len(task.client(client, seed)) for client in range(len(task.clients))] if known is None else known.tolist()
-    spans = spans_of(task.groups, sizes)
+        return partial(split_rows, share=share, seed=seed), None
+    if (sizes := task.sizes) is None:
+        sizes = np.array([len(task.client(client, seed)) for client in range(len(task.clients))])
+    spans = spans_of(task.groups, sizes.tolist())
     trained, held = split_groups(spans, share, seed)
     rows = [(torch.from_numpy(own), torch.from_numpy(out)) for own, out in zip(trained, held, strict=True)]
     return partial(_split_as_given, rows), [own[used] for own, used in zip(spans, trained, strict=True)]
 
 
-def _split_partition(clients: PartitionedClients, split: Split) -> tuple[PartitionedClients, TensorExamples]:
+def _split_partition(clients: PartitionedClients, split: Split) -> tuple[Sequence[Any], Examples | None]:
     trained, held = [], []
-    for client in range(len(clients)):
-        rows = clients.rows[clients.offsets[client] : clients.offsets[client + 1]]
-        train, valid = split(client, len(rows))
+    for client, rows in enumerate(clients.rows.split(clients.sizes().tolist())):
+        train, valid = split(client=client, examples=len(rows))
         trained.append(rows[train])
         held.append(rows[valid])
     validation = TensorExamples(clients.tensors, torch.cat(held), clients.transform)
@@ -109,15 +100,14 @@ def _split_entries(task: Task, split: Split, seed: int) -> tuple[Sequence[Any], 
     batches = []
     for client in range(len(task.clients)):
         examples = task.client(client, seed)
-        rows = split(client, len(examples))[1]
+        rows = split(client=client, examples=len(examples))[1]
         if len(rows):
             batches.append(examples.batch(rows))
-    clients = _TrainingParts(task.clients, split)
-    whole = list(clients) if isinstance(task.clients, list | tuple) else clients
-    if not batches:
-        return whole, None
+    clients: Sequence[Any] = _TrainingParts(task.clients, split)
+    if isinstance(task.clients, list | tuple):
+        clients = list(clients)
     try:
-        return whole, _Gathered(join_batches(batches))
+        return clients, _Gathered(join_batches(batches)) if batches else None
     except GradalignError as error:
         raise GradalignError(f"cannot hold out validation examples: {error}") from None
 
@@ -135,7 +125,7 @@ class _TrainingParts(Sequence[Any]):
         if isinstance(client, slice):
             return [self[i] for i in range(*client.indices(len(self)))]
         examples = as_examples(self._clients[client])
-        return examples.select(self._split(client % len(self), len(examples))[0])
+        return examples.select(self._split(client=client % len(self), examples=len(examples))[0])
 
 
 class _Gathered(Examples):
@@ -148,17 +138,11 @@ class _Gathered(Examples):
         return batch_length(self.whole)
 
     def batch(self, index: Tensor) -> Any:
-        """Return these examples, in the form of the clients' own batches."""
         return take_examples(self.whole, index)
 
 
 def spans_of(groups: Sequence[Any], sizes: Sequence[int]) -> list[Spans]:
-    """Return every client's groups as spans.
-
-    Args:
-        groups: For each client one entry per example: a whole number, a name, or a pair (first, last) of whole numbers.
-        sizes: The number of examples of every client.
-    """
+    """Return every client's groups, see ``Task.groups``, as spans; ``sizes`` are the clients' numbers of examples."""
     arrays = [np.asarray(groups[client]) for client in range(len(sizes))]
     if {array.dtype.kind for array in arrays} <= {"U", "S"}:
         _, numbers = np.unique(np.concatenate([array.ravel() for array in arrays]), return_inverse=True)
@@ -181,7 +165,7 @@ def touching(spans: Spans, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which examples share a unit with a chosen one."""
     some = spans[chosen]
     some = some[np.argsort(some[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(some[:, 1]) if len(some) else some[:, 1]
+    reach = np.maximum.accumulate(some[:, 1])
     before = np.searchsorted(some[:, 0], spans[:, 1], side="right")  # chosen ones that begin in time
     touched = np.zeros(len(spans), bool)
     touched[before > 0] = reach[before[before > 0] - 1] >= spans[before > 0, 0]
@@ -195,6 +179,11 @@ def stretches_of(spans: Spans) -> Rows:
     number = np.empty(len(order), np.int64)
     number[order] = np.concatenate([[0], np.cumsum(first[1:] > reach[:-1])])
     return number
+
+
+def split_where_changed(rows: Rows, number: Rows) -> list[Rows]:
+    """Cut the rows into stretches of one number each."""
+    return np.split(rows, np.flatnonzero(np.diff(number[rows])) + 1)
 
 
 def split_groups(spans: Sequence[Spans], share: float, seed: int) -> tuple[list[Rows], list[Rows]]:
@@ -231,16 +220,14 @@ def _linked_clients(client: Rows, clients: int, stretches: Rows) -> list[tuple[i
             break
         lowest = linked
     unit = lowest[client]
-    order = np.argsort(unit, kind="stable")
-    parts = np.split(order, np.flatnonzero(np.diff(unit[order])) + 1)
+    parts = split_where_changed(np.argsort(unit, kind="stable"), unit)
     return [(int(unit[part[0]]), part) for part in parts]
 
 
 def _chosen(spans: Spans, stretches: Rows, members: Rows, share: float, stream: np.random.Generator) -> Rows:
     """Return the examples that one set of clients gives: about its share of them, each with nearly the same chance."""
     count = min(int(share * len(members) + stream.random()), len(members) - 1)
-    ordered = members[np.lexsort((spans[members, 0], stretches[members]))]
-    pieces = np.split(ordered, np.flatnonzero(np.diff(stretches[ordered])) + 1)
+    pieces = split_where_changed(members[np.lexsort((spans[members, 0], stretches[members]))], stretches)
     found: list[Rows] = []
     for place in stream.permutation(len(pieces)):
         left = count - sum(len(piece) for piece in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +21,6 @@ from gradalign.tasks.divide import Division, divided, even_choice, spaced_choice
 from gradalign.tasks.partition import Labels, Rows
 from gradalign.tasks.task import PartitionedClients, Task
 
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-
 
 @dataclass(frozen=True)
 class Normalise:
@@ -31,7 +30,6 @@ class Normalise:
     std: tuple[float, ...]
 
     def __call__(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the batch with normalised images and int64 labels."""
         images, labels = batch
         shape = (1, len(self.mean), 1, 1)
         mean, std = (255.0 * torch.tensor(values).reshape(shape) for values in (self.mean, self.std))
@@ -44,7 +42,7 @@ class Normalise:
 
 @dataclass(frozen=True)
 class CropAndFlip:
-    """Cuts every image out of a black frame at a place of its own and mirrors every second one, by chance.
+    """Moves each image by up to ``padding`` pixels inside a black frame and mirrors it with probability ½.
 
     All images of a batch at once; chance comes from torch's global generator, which local steps seed.
     """
@@ -53,7 +51,6 @@ class CropAndFlip:
     padding: int = field(default=4, kw_only=True)
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch with its images moved by up to ``padding`` pixels and half of them mirrored."""
         images, labels = batch
         count, _, height, width = images.shape
         # Padding with zeros around (image − fill) and adding fill back gives each channel its own frame colour.
@@ -66,52 +63,36 @@ class CropAndFlip:
         return torch.where(mirrored.reshape(-1, 1, 1, 1), cut.flip(3), cut), labels
 
 
+def _convolutions(*channels: int) -> list[nn.Module]:
+    """Return 5×5 convolutions from channels to channels, each with a ReLU and pooling by two; the end is flat."""
+    steps = [(nn.Conv2d(a, b, 5), nn.ReLU(), nn.MaxPool2d(2)) for a, b in itertools.pairwise(channels)]
+    return [*itertools.chain(*steps), nn.Flatten()]
+
+
 def emnist_cnn() -> nn.Module:
     """Return the paper's EMNIST model: two 5×5 convolutions and one linear layer; 100,271 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(1024, 47),
-    )
+    return nn.Sequential(*_convolutions(1, 32, 64), nn.Linear(1024, 47))
 
 
 def lenet(classes: int = 10) -> nn.Module:
     """Return the paper's CIFAR model, LeNet on 3×32×32 images; 62,006 parameters for ten classes."""
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, classes),
-    )
+    dense = (nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes))
+    return nn.Sequential(*_convolutions(3, 6, 16), *dense)
 
 
 class CharLSTM(nn.Module):
     """The paper's Shakespeare model: letters in 8 dimensions, two LSTM layers of 100; 133,520 parameters.
 
-    It reads (batch, length) letter codes and scores the letter that follows.
+    It reads (batch, length) letter codes and scores the letter that follows, (batch, letters).
     """
 
-    def __init__(self, letters: int = 80, embedding: int = 8, hidden: int = 100, layers: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(letters, embedding)
-        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
-        self.scores = nn.Linear(hidden, letters)
+        self.embedding = nn.Embedding(80, 8)
+        self.lstm = nn.LSTM(8, 100, num_layers=2, batch_first=True)
+        self.scores = nn.Linear(100, 80)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """Return the scores of the next letter, (batch, letters)."""
         states, _ = self.lstm(self.embedding(codes.to(torch.int64)))
         scores: Tensor = self.scores(states[:, -1])
         return scores
@@ -166,7 +147,8 @@ def federate(
             **division.describe(len(whole), len(parts)),
             **_classes_held(data, parts),
             **data.facts(),
-            "majority": _majority(data.test.labels[test]),
+            # What guessing the commonest class would score.
+            "majority": f"commonest test class {np.bincount(data.test.labels[test]).max() / len(test):.2%}",
         },
     )
 
@@ -189,11 +171,6 @@ def _values(labels: Labels, parts: list[Rows]) -> Labels:
 def _classes_held(data: DataSet, parts: list[Rows]) -> dict[str, str]:
     held = data.classes if data.users else len(_values(data.train.labels, parts))
     return {} if held == data.classes else {"classes": f"{held} of {data.classes} classes"}
-
-
-def _majority(labels: Labels) -> str:
-    """Return how often the commonest test class occurs: what guessing it would score."""
-    return f"commonest test class {np.bincount(labels).max() / len(labels):.2%}"
 
 
 @divided(FileDivision, partition="one-class", clients=47)

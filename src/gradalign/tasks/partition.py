@@ -28,8 +28,9 @@ def _check(labels: Labels, clients: int) -> None:
         raise GradalignError(f"task.clients is {clients}, but there are only {len(labels)} examples to share out")
 
 
-def _classes(labels: Labels, classes_per_client: int) -> int:
+def _classes(labels: Labels, clients: int, classes_per_client: int) -> int:
     """Return the number of classes, at least as many as a client is to hold."""
+    _check(labels, clients)
     classes = len(np.unique(labels))
     if not 1 <= classes_per_client <= classes:
         raise GradalignError(
@@ -51,8 +52,7 @@ def by_classes(labels: Labels, clients: int, classes_per_client: int, seed: int)
     Classes go round over the clients in a seeded order, so each class has as equal a number of holders as can be; its
     examples are dealt out evenly among them.
     """
-    _check(labels, clients)
-    classes = _classes(labels, classes_per_client)
+    classes = _classes(labels, clients, classes_per_client)
     if clients * classes_per_client < classes:
         raise GradalignError(
             f"{clients} clients with {classes_per_client} classes each cannot hold all {classes} classes; "
@@ -66,8 +66,7 @@ def separate_classes(labels: Labels, clients: int, classes_per_client: int, seed
 
     With fewer places than classes, the classes left over are held by no one.
     """
-    _check(labels, clients)
-    classes = _classes(labels, classes_per_client)
+    classes = _classes(labels, clients, classes_per_client)
     if clients * classes_per_client > classes:
         raise GradalignError(
             f"{clients} clients with {classes_per_client} classes each need {clients * classes_per_client} classes, "
@@ -84,8 +83,7 @@ def one_class(labels: Labels, clients: int, seed: int) -> list[Rows]:
 
 def _hand_out(labels: Labels, clients: int, classes_per_client: int, seed: int) -> list[Rows]:
     """Let the classes go round over the clients and deal each class out evenly among its holders."""
-    classes = np.unique(labels)
-    stream = numpy_stream(seed, Purpose.PARTITION)
+    classes, stream = np.unique(labels), numpy_stream(seed, Purpose.PARTITION)
     order = stream.permutation(classes)
     places = np.arange(clients * classes_per_client).reshape(clients, classes_per_client) % len(order)
     parts: list[list[Rows]] = [[] for _ in range(clients)]
@@ -113,18 +111,11 @@ def sorted_with_iid(labels: Labels, clients: int, iid_share: float, seed: int) -
     mixed = round(iid_share * len(labels))
     rest = order[mixed:]
     rest = rest[np.argsort(labels[rest], kind="stable")]
-    random_sizes = _even_sizes(mixed, clients)
+    shuffled, both = (np.array_split(rows, clients) for rows in (order[:mixed], order))
     # Never negative: who gets one more of the shuffled examples also gets one more in all, or has a whole row to spare.
-    sorted_sizes = _even_sizes(len(labels), clients) - random_sizes
-    shuffled = np.split(order[:mixed], np.cumsum(random_sizes)[:-1])
-    blocks = np.split(rest, np.cumsum(sorted_sizes)[:-1])
+    sizes = [len(whole) - len(part) for whole, part in zip(both, shuffled, strict=True)]
+    blocks = np.split(rest, np.cumsum(sizes)[:-1])
     return [np.sort(np.concatenate(pair)) for pair in zip(shuffled, blocks, strict=True)]
-
-
-def _even_sizes(examples: int, clients: int) -> Rows:
-    sizes = np.full(clients, examples // clients, np.int64)
-    sizes[: examples % clients] += 1
-    return sizes
 
 
 def dirichlet(labels: Labels, clients: int, alpha: float, seed: int) -> list[Rows]:
@@ -147,10 +138,8 @@ def dirichlet(labels: Labels, clients: int, alpha: float, seed: int) -> list[Row
 
 
 def _dirichlet_shares(alpha: float, clients: int, stream: np.random.Generator) -> NDArray[np.float64]:
-    """Draw from a symmetric Dirichlet in logarithms, where even a tiny α neither overflows nor gives NaN.
-
-    A Gamma(α) variable is a Gamma(α + 1) variable times U^(1/α).
-    """
+    """Draw from a symmetric Dirichlet in logarithms, where even a tiny α neither overflows nor gives NaN."""
+    # A Gamma(α) variable is a Gamma(α + 1) variable times U^(1/α).
     alpha = float(np.clip(alpha, 1e-100, 1e9))
     logs = np.log(stream.gamma(alpha + 1.0, size=clients)) - stream.exponential(size=clients) / alpha
     weights = np.exp(logs - logs.max())

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import lzma
+import math
 import pickle
 import pickletools
 import struct
@@ -54,13 +55,8 @@ def _read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """Read an IDX file of bytes, plain or gzipped, with this many dimensions: 3 for images, 1 for labels.
-
-    Raises:
-        GradalignError: If the file is of another kind, cut short, or longer than its header says.
-    """
-    content = _read_bytes(path, _MOST_ARRAY)
-    header = 4 + 4 * dimensions
+    """Read an IDX file of bytes, plain or gzipped, with this many dimensions: 3 for images, 1 for labels."""
+    content, header = _read_bytes(path, _MOST_ARRAY), 4 + 4 * dimensions
     if len(content) < header:
         raise GradalignError(f"{path} is cut short: {len(content)} bytes are not even its header")
     magic, *shape = struct.unpack(f">{1 + dimensions}I", content[:header])
@@ -68,10 +64,10 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     if magic != expected:
         kind = {1: "labels", 3: "images"}.get(dimensions, f"{dimensions}-dimensional")
         raise GradalignError(f"{path} is not an IDX file of {kind}: it starts with {magic}, not {expected}")
-    size = int(np.prod(shape, dtype=object))
-    if len(content) - header != size:
-        found = "cut short" if len(content) - header < size else "too long"
-        raise GradalignError(f"{path} is {found}: its header says {size:,} bytes, it has {len(content) - header:,}")
+    size, found = math.prod(shape), len(content) - header
+    if found != size:
+        fault = "cut short" if found < size else "too long"
+        raise GradalignError(f"{path} is {fault}: its header says {size:,} bytes, it has {found:,}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
@@ -124,14 +120,11 @@ class _Reader(pickle.Unpickler):
             self._stand_ins[f"{module}.numeric", "_frombuffer"] = self._from_buffer
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name, or stop at a name that has none."""
-        try:
-            return self._stand_ins[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no such file needs") from None
+        if (module, name) not in self._stand_ins:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no such file needs")
+        return self._stand_ins[module, name]
 
     def encode(self, text: Any, encoding: Any = "latin1") -> bytes:
-        """Stand in for codecs.encode."""
         if not isinstance(text, str) or encoding != "latin1":
             raise pickle.UnpicklingError("text of an unusual encoding")
         self._left -= len(text)
@@ -169,13 +162,7 @@ def _survey(content: bytes) -> None:
 def read_batch(path: Path, label_key: str, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Read one CIFAR batch, plain or .xz: images (N, 3, 32, 32) and labels (N,), both bytes.
 
-    Args:
-        path: The file.
-        label_key: "labels" for CIFAR-10, "fine_labels" for CIFAR-100.
-        classes: The number of classes; labels lie below it.
-
-    Raises:
-        GradalignError: If the file is not such a batch, or is a pickle that holds anything else.
+    ``label_key`` is "labels" for CIFAR-10 and "fine_labels" for CIFAR-100.
     """
     try:
         content = _read_bytes(path, _MOST_PICKLE)
@@ -267,9 +254,6 @@ def read_shakespeare(paths: Sequence[Path]) -> tuple[list[str], dict[str, NDArra
     Returns:
         The users in the order of the files, and arrays: ``x`` (N, 80) and ``y`` (N,) letter codes, ``owner`` (N,) the
         number of the user in that order, ``start`` (N,) where in the user's text each window begins.
-
-    Raises:
-        GradalignError: If a file is not of this form, or counts other windows than it has.
     """
     users: list[str] = []
     xs, ys = [], []
@@ -286,8 +270,8 @@ def read_shakespeare(paths: Sequence[Path]) -> tuple[list[str], dict[str, NDArra
     twice = [user for user, times in Counter(users).items() if times > 1]
     if twice:
         raise GradalignError(f"{paths[0].parent}: the user {twice[0]} occurs twice")
-    if not sum(len(y) for y in ys):
-        raise GradalignError(f"{paths[0].parent if paths else 'nowhere'}: there are no windows of text")
+    if not any(map(len, ys)):
+        raise GradalignError(f"{paths[0].parent}: there are no windows of text")
     starts = [window_starts(np.concatenate([x, y[:, None]], axis=1)) for x, y in zip(xs, ys, strict=True)]
     return users, {
         "x": np.concatenate(xs),

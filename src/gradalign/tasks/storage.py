@@ -28,9 +28,6 @@ from numpy.typing import NDArray
 from gradalign.errors import GradalignError
 from gradalign.stopping import at_stake
 
-DATA_VARIABLE = "GRADALIGN_DATA"
-CACHE_VARIABLE = "GRADALIGN_CACHE"
-
 Arrays = dict[str, NDArray[Any]]
 _FORM = "2"  # raise this when a reader changes what it makes of the same file
 _chosen: ContextVar[Path | None] = ContextVar("data_folder", default=None)
@@ -38,8 +35,7 @@ _chosen: ContextVar[Path | None] = ContextVar("data_folder", default=None)
 
 def cache_folder() -> Path:
     """Return the folder for downloads and decoded arrays: $GRADALIGN_CACHE, or the user's own cache."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
+    if named := os.environ.get("GRADALIGN_CACHE"):
         return Path(named).expanduser()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "gradalign/gradalign/Cache"
@@ -53,7 +49,7 @@ def data_folder(named: str | Path | None = None) -> Path:
 
     It is the named one, else that of ``--data-dir``, else $GRADALIGN_DATA, else a folder in the user's cache.
     """
-    chosen = named or _chosen.get() or os.environ.get(DATA_VARIABLE)
+    chosen = named or _chosen.get() or os.environ.get("GRADALIGN_DATA")
     if not chosen:
         return cache_folder() / "data"
     folder = Path(chosen).expanduser()
@@ -87,8 +83,7 @@ def cached_arrays(kind: str, sources: Sequence[Path], decode: Callable[[], Mappi
     whose = _digest([_FORM, kind, *(str(path) for path, _ in stats)])
     state = _digest([f"{stat.st_size} {stat.st_mtime_ns}" for _, stat in stats])
     entry = cache_folder() / "decoded" / f"{kind}-{whose}-{state}"
-    found = _mapped(entry)
-    if found is not None:
+    if found := _mapped(entry):
         return found
     arrays = {name: np.ascontiguousarray(array) for name, array in decode().items()}
     try:
@@ -140,23 +135,19 @@ def _store(entry: Path, arrays: Arrays) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """A published archive and what is taken out of it."""
+    """A published archive, and the place in the data folder for each of its members that is needed."""
 
     url: str
     known_hash: str
     members: Mapping[str, str]
-    """The place in the data folder for each member that is needed."""
     most_bytes: int = 1_000_000_000
     """More than the archive has: a server that sends more is not listened to any longer."""
-
-
-def _cifar(folder: str, names: tuple[str, ...]) -> dict[str, str]:
-    return {f"{folder}/{name}": f"{folder}/{name}" for name in names}
 
 
 _EMNIST = [
     f"emnist-balanced-{split}-{kind}-ubyte.gz" for split in ("train", "test") for kind in ("images-idx3", "labels-idx1")
 ]
+_CIFAR10 = [f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")]
 ARCHIVES = {
     "emnist": Archive(
         url="https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip",
@@ -166,13 +157,13 @@ ARCHIVES = {
     "cifar10": Archive(
         url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
         known_hash="sha256:6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
-        members=_cifar("cifar-10-batches-py", (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")),
+        members={name: name for name in _CIFAR10},
         most_bytes=200_000_000,
     ),
     "cifar100": Archive(
         url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
         known_hash="sha256:85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
-        members=_cifar("cifar-100-python", ("train", "test")),
+        members={name: name for name in ("cifar-100-python/train", "cifar-100-python/test")},
         most_bytes=200_000_000,
     ),
 }
@@ -184,25 +175,18 @@ NO_ARCHIVE = (
 
 
 def fetch(archive: Archive, folder: Path, progress: Any = False) -> list[Path]:
-    """Download an archive, check it, put its files into the data folder and return them.
+    """Download an archive, check it, put its files into the data folder, made where need be, and return them.
 
-    Args:
-        archive: What to get.
-        folder: The data folder; made when it is not there.
-        progress: False, or an object with ``update(bytes)``, ``close()`` and ``total``.
-
-    Raises:
-        GradalignError: If the download fails, or is not the published archive.
+    ``progress`` is False, or an object with ``update(bytes)``, ``close()`` and ``total``.
     """
     places = {member: folder / place for member, place in archive.members.items()}
-    if all(path.is_file() for path in places.values()):
-        return list(places.values())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _workshop(folder, ".download-") as workshop, at_stake():
-            _unpack(_download(archive, workshop, progress), places, workshop)
-    except OSError as error:
-        raise GradalignError(f"cannot write to the data folder {folder}: {error.strerror or error}") from None
+    if not all(path.is_file() for path in places.values()):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _workshop(folder, ".download-") as workshop, at_stake():
+                _unpack(_download(archive, workshop, progress), places, workshop)
+        except OSError as error:
+            raise GradalignError(f"cannot write to the data folder {folder}: {error.strerror or error}") from None
     return list(places.values())
 
 
@@ -268,22 +252,20 @@ def _members(path: Path) -> Iterator[Any]:
 
 def _unpack(path: Path, places: Mapping[str, Path], workshop: Path) -> None:
     """Copy the members out, all of them beside their places first, then into place."""
-    ready: list[tuple[Path, Path]] = []
+    copies = [workshop / str(number) for number in range(len(places))]
     try:
         with _members(path) as opened:
-            for number, (member, place) in enumerate(places.items()):
+            for member, copy in zip(places, copies, strict=True):
                 source: IO[bytes] | None = opened(member)
                 if source is None:
                     raise GradalignError(f"{path.name} holds no file {member}")
-                copy = workshop / str(number)
                 with source, copy.open("wb") as target:
                     shutil.copyfileobj(source, target)
                     target.flush()
                     os.fsync(target.fileno())
-                ready.append((copy, place))
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise GradalignError(f"{path.name} is not a readable archive: {error}") from None
-    for copy, place in ready:
+    for copy, place in zip(copies, places.values(), strict=True):
         place.parent.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):
             copy.chmod(0o644)

@@ -1,4 +1,4 @@
-"""The Task: all that an experiment needs to know about what is trained, and on whose data."""
+"""The Task: all that training needs to know about what is trained, and on whose data."""
 
 from __future__ import annotations
 
@@ -125,7 +125,6 @@ class PartitionedClients(Sequence[Examples]):
         return TensorExamples(self.tensors, self.rows[start:stop], self.transform)
 
     def sizes(self) -> NDArray[np.int64]:
-        """Return the number of examples of every client."""
         return np.diff(self.offsets)
 
 
@@ -165,24 +164,8 @@ class Task:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_kinds()
-        if not hasattr(self.clients, "__len__") or not hasattr(self.clients, "__getitem__"):
-            raise GradalignError(f"Task.clients must be a sequence with one entry per client, got {self.clients!r}")
-        if len(self.clients) == 0:
-            raise GradalignError(f"the task {self.name} has no clients")
-        if self.groups is not None and (not hasattr(self.groups, "__len__") or len(self.groups) != len(self.clients)):
-            raise GradalignError(
-                f"Task.groups must be a sequence with one entry for each of {len(self.clients)} clients"
-            )
-        # A list is all there already: look at it now. A lazy sequence is looked at client by client.
-        empty = [] if self.sizes is None else np.flatnonzero(self.sizes == 0).tolist()
-        if len(empty):
-            raise GradalignError(f"client {empty[0]} of the task {self.name} has no examples; every client needs some")
-
-    def _check_kinds(self) -> None:
-        """Refuse what is not of the kind that a field needs."""
-        functions = {name: getattr(self, name) for name in ("model", "loss", "predict", "accuracy", "augment")}
-        for name, given in functions.items():
+        for name in ("model", "loss", "predict", "accuracy", "augment"):
+            given = getattr(self, name)
             if not callable(given) and not (name == "augment" and given is None):
                 raise GradalignError(f"Task.{name} must be a function, got {given!r}")
         if self.scored_on not in ("test", "validation"):
@@ -191,6 +174,19 @@ class Task:
             raise GradalignError(f"Task.name must be a text, got {self.name!r}")
         if not isinstance(self.facts, Mapping):
             raise GradalignError(f"Task.facts must be a dictionary, got {self.facts!r}")
+        if not hasattr(self.clients, "__len__") or not hasattr(self.clients, "__getitem__"):
+            raise GradalignError(f"Task.clients must be a sequence with one entry per client, got {self.clients!r}")
+        count = len(self.clients)
+        if count == 0:
+            raise GradalignError(f"the task {self.name} has no clients")
+        if self.groups is not None and (not hasattr(self.groups, "__len__") or len(self.groups) != count):
+            raise GradalignError(f"Task.groups must be a sequence with one entry for each of {count} clients")
+        # A list is all there already: look at it now. A lazy sequence is looked at client by client.
+        if self.sizes is not None and not self.sizes.all():
+            raise self._has_none(int(self.sizes.argmin()))
+
+    def _has_none(self, client: int) -> GradalignError:
+        return GradalignError(f"client {client} of the task {self.name} has no examples; every client needs some")
 
     def client(self, index: int, seed: int = 0) -> Examples:
         """Return one client's examples; a sequence that makes them on demand draws from a stream of its own."""
@@ -200,7 +196,7 @@ class Task:
             with global_stream(seed, Purpose.CLIENT, index):
                 examples = as_examples(self.clients[index])
         if len(examples) == 0:
-            raise GradalignError(f"client {index} of the task {self.name} has no examples; every client needs some")
+            raise self._has_none(index)
         return examples
 
     @cached_property
@@ -215,8 +211,7 @@ class Task:
     @cached_property
     def test_examples(self) -> Examples | None:
         """The test examples behind one interface."""
-        examples = None if self.test is None else as_examples(self.test)
-        return examples if examples is not None and len(examples) else None
+        return None if self.test is None else as_examples(self.test) or None
 
     def make_model(self, seed: int, device: torch.device | str = "cpu") -> nn.Module:
         """Make the model from this seed, in training mode."""
@@ -243,8 +238,7 @@ class Task:
     def describe(self) -> dict[str, Any]:
         """Return counts and facts for summaries."""
         counts: dict[str, Any] = {"name": self.name, "clients": len(self.clients)}
-        sizes = self.sizes
-        if sizes is not None:
+        if (sizes := self.sizes) is not None:
             counts["train_examples"] = int(sizes.sum())
             counts["examples_per_client"] = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
         counts["test_examples"] = 0

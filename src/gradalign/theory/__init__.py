@@ -1,6 +1,6 @@
 """Numerical checks of the paper's lemma and theorems, run on the library's own algorithms.
 
-Every check runs the algorithm through the same plan, trainer and engine that an experiment uses, in float64 on whole
+Every check runs the algorithm through the same plan, trainer and engine that training uses, in float64 on whole
 clients, and compares it with calculus done independently. So a fault in the arithmetic of a round shows up as a failed
 check; what the checks do not see is mini-batches, clients that fall silent, and layers that the problems do not have.
 """
@@ -44,11 +44,6 @@ def iter_checks(*, task: Task | None = None, seed: int = 0) -> Iterator[Check]:
             yield from descent(seed=seed)
 
 
-def _place(check: Check) -> tuple[int, str]:
-    digits = check.number.rstrip("abcdefgh")
-    return int(digits), check.number
-
-
 def verify(*, task: Task | None = None, seed: int = 0) -> list[Check]:
     """Run all checks and return them in the order of their numbers.
 
@@ -57,4 +52,5 @@ def verify(*, task: Task | None = None, seed: int = 0) -> list[Check]:
             left out: it needs a problem whose constants are known.
         seed: The seed of the random problems and of the task's first point.
     """
-    return sorted(iter_checks(task=task, seed=seed), key=_place)
+    checks = iter_checks(task=task, seed=seed)
+    return sorted(checks, key=lambda check: (int(check.number.rstrip("abcdefgh")), check.number))

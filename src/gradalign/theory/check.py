@@ -73,22 +73,20 @@ def halvings(start: float, count: int = HALVINGS) -> tuple[float, ...]:
     return tuple(start * 0.5**k for k in range(count + 1))
 
 
-def order(
-    check: Check, start: float, remainder: Callable[[float], Tensor], *, scale: float, count: int = HALVINGS
-) -> Check:
+def order(check: Check, start: float, remainder: Callable[[float], Tensor], *, scale: float) -> Check:
     """Measure the order of a remainder and fill in the check, which has ``predicted``.
 
     ``start`` is the largest value of the small quantity; ``scale`` is the norm of the points whose difference the
     remainder is, which tells how large rounding noise is.
     """
-    grid = halvings(start, count)
+    grid = halvings(start)
     sizes = tuple(float(remainder(value).norm()) for value in grid)
     floor = _NOISE * max(scale, 1e-300)
     seen = [(value, size) for value, size in zip(grid, sizes, strict=True) if size > floor]
     if len(seen) < _FEWEST_POINTS or not all(math.isfinite(size) for _, size in seen):
         note = f"only {len(seen)} of {len(grid)} remainders are finite and above rounding ({floor:.1e})"
         return replace(check, grid=grid, remainders=sizes, measured=math.nan, passed=False, note=note)
-    used, left = tuple(value for value, _ in seen), tuple(size for _, size in seen)
+    used, left = zip(*seen, strict=True)
     measured, fit = slope_of(used, left)
     passed = check.predicted is not None and abs(measured - check.predicted) <= TOLERANCE
     return replace(check, grid=used, remainders=left, measured=measured, fit=fit, passed=passed)
@@ -111,10 +109,9 @@ def _panel(axes: Axes, checks: Sequence[Check], problems: Sequence[str]) -> None
             axes.loglog(xs, guide, "-", color="0.75", linewidth=4, zorder=0, solid_capstyle="round")
         if math.isfinite(check.measured):
             axes.loglog(xs, middle_y * (xs / middle_x) ** check.measured, "-", color=_COLOURS[place], linewidth=1)
-    first = checks[0]
-    failed = any(not check.passed for check in checks)
+    first, passed = checks[0], all(check.passed for check in checks)
     title = textwrap.fill(f"{first.number}  {first.claim}", 48)
-    axes.set_title(title, fontsize=8, loc="left", color="#B00020" if failed else "black")
+    axes.set_title(title, fontsize=8, loc="left", color="black" if passed else "#B00020")
     axes.set_xlabel(first.symbol, fontsize=8, labelpad=1)
     slopes = "\n".join(f"slope {check.measured:.3f}" for check in checks)
     axes.text(
@@ -154,10 +151,8 @@ def plot_checks(checks: Sequence[Check], path: Path) -> None:
         else:
             axes.set_axis_off()
     for place, problem in enumerate(problems):
-        style = place % len(_COLOURS)
-        grid[0, 0].plot(
-            [], [], _MARKERS[style] + "-", color=_COLOURS[style], markersize=4.5, linewidth=1, label=problem
-        )
+        marker, colour = _MARKERS[place % len(_MARKERS)], _COLOURS[place % len(_COLOURS)]
+        grid[0, 0].plot([], [], f"{marker}-", color=colour, markersize=4.5, linewidth=1, label=problem)
     grid[0, 0].plot([], [], "-", color="0.75", linewidth=4, label="predicted slope")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="upper right", ncol=len(problems) + 1, frameon=False)
     figure.suptitle("Norm of the remainder, with its measured slope", x=0.01, ha="left", fontsize=12)

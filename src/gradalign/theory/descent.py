@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradalign.algorithms import LargeBatchGradAlign
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.task import Task
 from gradalign.theory.check import Check, limit
-from gradalign.theory.problems import Problem, mean_energy, normal, predict_energy
+from gradalign.theory.problems import Energy, Problem, normal
 
 BOWL = 1.0
 WAVE = 2.0
@@ -21,12 +21,8 @@ _CLIENTS, _SIZE = 4, 5
 _DOUBLINGS = 12
 
 
-class WavyBowl(nn.Module):
+class WavyBowl(Energy):
     """f_i(x) = (h/2)‖x − c_i‖² + A Σ_j cos(x_j + φ_ij) with h = BOWL and A = WAVE; (c_i, φ_i) is the one example."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.x = nn.Parameter(x.clone())
 
     def forward(self, centres: Tensor, phases: Tensor) -> Tensor:
         return 0.5 * BOWL * (self.x - centres).square().sum(dim=1) + WAVE * torch.cos(self.x + phases).sum(dim=1)
@@ -62,14 +58,7 @@ def wavy_bowl(seed: int) -> tuple[Task, Constants]:
     random = torch_stream(seed, Purpose.SYNTHETIC, 3)
     centres = 2.0 * normal(random, _CLIENTS, _SIZE)
     phases = 2.0 * math.pi * torch.rand(_CLIENTS, _SIZE, generator=random, dtype=torch.float64)
-    task = Task(
-        model=WavyBowl(normal(random, _SIZE)),
-        clients=[(centres[i : i + 1], phases[i : i + 1]) for i in range(_CLIENTS)],
-        loss=mean_energy,
-        predict=predict_energy,
-        name="wavy bowl",
-    )
-    return task, constants_of(centres)
+    return WavyBowl(normal(random, _SIZE)).task("wavy bowl", centres, phases), constants_of(centres)
 
 
 def beta_bound(problem: Problem, x: Tensor, known: Constants, lr: float) -> float:

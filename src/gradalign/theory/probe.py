@@ -130,53 +130,34 @@ def mean_gradient(probe: Probe, point: Point) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How the clients' gradients lie around their mean; one number per client, in the probe's order."""
+    """How the clients' gradients lie around their mean."""
 
     r: float
     mean_norm: float
     """‖ḡ‖."""
-    norms: tuple[float, ...]
-    """‖g_i‖."""
     distances: tuple[float, ...]
-    """‖ḡ − g_i‖; the first one is the paper's drift."""
-    cosines: tuple[float | None, ...]
-    """cos(g_i, ḡ); None where one of them is 0."""
+    """‖ḡ − g_i‖, client by client in the probe's order; the first one is the paper's drift."""
     pairwise: float | None
     """The mean of cos(g_i, g_j) over all pairs i ≠ j: 1 when they agree, 0 when they have nothing in common."""
 
 
-def _cosine(a: Tensor, b: Tensor) -> float | None:
-    scale = float(a.norm()) * float(b.norm())
-    return float(a @ b) / scale if scale > 0.0 else None
-
-
-def spread(probe: Probe, point: Point, replacements: Sequence[Examples] | None = None) -> Spread:
-    """Measure the clients' gradients in two passes, or those of other examples given instead, one set per client."""
+def spread(probe: Probe, point: Point) -> Spread:
+    """Measure the clients' gradients in two passes."""
     mean, units, norms = probe.zeros(), probe.zeros(), []
-    data = [None] * len(probe.clients) if replacements is None else list(replacements)
-    for (client, share), examples in zip(probe.shares(), data, strict=True):
-        gradient = probe.gradient(point, client, examples)
+    for client, share in probe.shares():
+        gradient = probe.gradient(point, client)
         norms.append(float(gradient.norm()))
         mean.add_(gradient, alpha=share)
         if norms[-1] > 0.0:
             units.add_(gradient, alpha=1.0 / norms[-1])
-    r, distances, cosines = 0.0, [], []
-    for (client, share), examples in zip(probe.shares(), data, strict=True):
-        gradient = probe.gradient(point, client, examples)
-        distances.append(float((mean - gradient).norm()))
-        cosines.append(_cosine(gradient, mean))
+    r, distances = 0.0, []
+    for client, share in probe.shares():
+        distances.append(float((mean - probe.gradient(point, client)).norm()))
         r += 0.5 * share * distances[-1] ** 2
     count = len(norms)
     # ‖Σ u_i‖² counts every pair twice and every client once with itself.
     pairs = (float(units.square().sum()) - count) / (count * (count - 1)) if count > 1 and min(norms) > 0.0 else None
-    return Spread(
-        r=r,
-        mean_norm=float(mean.norm()),
-        norms=tuple(norms),
-        distances=tuple(distances),
-        cosines=tuple(cosines),
-        pairwise=pairs,
-    )
+    return Spread(r=r, mean_norm=float(mean.norm()), distances=tuple(distances), pairwise=pairs)
 
 
 def regulariser_gradient(probe: Probe, point: Point, *, exact: bool = True, step: float | None = None) -> Tensor:
@@ -195,19 +176,17 @@ def regulariser_gradient(probe: Probe, point: Point, *, exact: bool = True, step
     mean, total = mean_gradient(probe, point), probe.zeros()
     for client, share in probe.shares():
         own = probe.gradient(point, client)
-        product = (
-            probe.hessian_product(point, client, own - mean)
-            if exact
-            else _displaced_product(probe, point, client, own, own - mean, step)
-        )
+        if exact:
+            product = probe.hessian_product(point, client, own - mean)
+        else:
+            product = _displaced(probe, point, client, own, mean, step)
         total.add_(product, alpha=share)
     return total
 
 
-def _displaced_product(
-    probe: Probe, point: Point, client: int, own: Tensor, vector: Tensor, step: float | None
-) -> Tensor:
-    """Return ∇²f_i(x)·vector from gradients at displaced points."""
+def _displaced(probe: Probe, point: Point, client: int, own: Tensor, mean: Tensor, step: float | None) -> Tensor:
+    """Return ∇²f_i(x)(g_i − ḡ) from gradients at displaced points."""
+    vector = own - mean
 
     def at(factor: float) -> Tensor:
         return probe.gradient(point.moved((factor * vector).to(point.x.device)), client)
@@ -247,4 +226,6 @@ def within_client(probe: Probe, point: Point, client: int) -> HalfSplit | None:
     halves = order[: count // 2], order[count // 2 :]
     a, b = (probe.gradient(point, client, examples.select(half)) for half in halves)
     scale = (len(halves[0]) * len(halves[1])) ** 0.5 / count
-    return HalfSplit(cosine=_cosine(a, b), noise=scale * float((a - b).norm()))
+    lengths = float(a.norm()) * float(b.norm())
+    cosine = float(a @ b) / lengths if lengths > 0.0 else None
+    return HalfSplit(cosine=cosine, noise=scale * float((a - b).norm()))

@@ -31,21 +31,27 @@ def normal(random: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=random, dtype=torch.float64)
 
 
-def mean_energy(outputs: Tensor, _: Any) -> Tensor:
-    return outputs.mean()
-
-
-def predict_energy(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Hand the whole batch to a model that gives one energy per example."""
-    return model(*batch), batch
-
-
-class Quadratic(nn.Module):
-    """f_i(x) = ½ (x − c_i)ᵀ H_i (x − c_i); H_i and c_i are the client's only example."""
+class Energy(nn.Module):
+    """A function of x alone, with one energy for each example; a client has one example."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
         self.x = nn.Parameter(x.clone())
+
+    def task(self, name: str, *columns: Tensor) -> Task:
+        """Return the task of finding x, one client for each row of these columns."""
+        clients = list(zip(*(column.split(1) for column in columns), strict=True))
+        return Task(
+            model=self,
+            clients=clients,
+            loss=lambda energies, _: energies.mean(),
+            predict=lambda model, batch: (model(*batch), batch),
+            name=name,
+        )
+
+
+class Quadratic(Energy):
+    """f_i(x) = ½ (x − c_i)ᵀ H_i (x − c_i); H_i and c_i are the client's only example."""
 
     def forward(self, hessians: Tensor, centres: Tensor) -> Tensor:
         gap = self.x - centres
@@ -58,13 +64,7 @@ def quadratic_task(*, seed: int = 0, clients: int = 12, size: int = 6) -> Task:
     matrices = normal(random, clients, size, size)
     hessians = 0.5 * (matrices + matrices.mT) + 2.0 * torch.eye(size, dtype=torch.float64)
     centres, x = normal(random, clients, size), normal(random, size)
-    return Task(
-        model=Quadratic(x),
-        clients=[(hessians[i : i + 1], centres[i : i + 1]) for i in range(clients)],
-        loss=mean_energy,
-        predict=predict_energy,
-        name="quadratic",
-    )
+    return Quadratic(x).task("quadratic", hessians, centres)
 
 
 def mlp_task(*, seed: int = 0, clients: int = 12, examples: int = 6) -> Task:
@@ -204,7 +204,7 @@ class Calculus:
     def curvature(self, x: Tensor, members: Sequence[int], iterations: int = 12) -> float:
         """Return about max_i ‖∇²f_i(x)‖, by power iteration."""
         largest = 0.0
-        for client in dict.fromkeys(members):
+        for client in members:
             v = self.gradient(x, client) + 1e-3
             for _ in range(iterations):
                 v = self.hessian_product(x, client, v / v.norm().clamp_min(1e-300))
@@ -216,32 +216,26 @@ class Problem:
     """One problem, with the library's engine on one side and independent calculus on the other.
 
     Attributes:
+        quadratic: Whether the gradients are linear, so that Lemma 1 leaves no remainder.
         x: The point at which every claim is checked.
         unit: A step length at which second-order effects are felt: one over the largest client curvature.
     """
 
     def __init__(self, task: Task, *, seed: int = 0) -> None:
         self.task, self.seed, self.name = task, seed, task.name
+        self.clients = tuple(range(len(task.clients)))
+        self.quadratic = isinstance(task.model, Quadratic)
         self.calculus = Calculus(task, seed)
         self.point = Probe(task, seed=seed).start()
         self.x = self.point.x.double()
         if self.point.x.dtype != torch.float64:
             raise GradalignError(f"the checks need a float64 model, the task {task.name} makes {self.point.x.dtype}")
         self.scale = float(self.x.norm())
-        curvature = self.calculus.curvature(self.x, range(min(4, len(task.clients))))
+        curvature = self.calculus.curvature(self.x, self.clients[:4])
         if not curvature > 0.0:
             raise GradalignError(f"the task {task.name} has no curvature at its first point, so nothing to check")
         self.unit = 1.0 / curvature
         self._engine = cache(self._make_engine)
-
-    @property
-    def clients(self) -> tuple[int, ...]:
-        return tuple(range(len(self.task.clients)))
-
-    @property
-    def quadratic(self) -> bool:
-        """Whether the gradients are linear, so that Lemma 1 leaves no remainder."""
-        return isinstance(self.task.model, Quadratic)
 
     def _make_engine(self, members: tuple[int, ...], steps: int) -> tuple[Task, InProcessEngine]:
         """Return a task with only these clients (one that occurs twice is two clients), and an engine for it."""
@@ -257,10 +251,10 @@ class Problem:
 
     def displacements(self, algorithm: Algorithm, members: Sequence[int], *, lr: float) -> Tensor:
         """Return the displacements v_i that the algorithm plans at x, one row per member."""
-        probe, point, rows = self.probe(members), self.point, []
-        mean, size = mean_gradient(probe, point), len(members)
+        probe, rows = self.probe(members), []
+        mean, size = mean_gradient(probe, self.point), len(members)
         for client, share in probe.shares():
-            own = probe.gradient(point, client)
+            own = probe.gradient(self.point, client)
             view = ClientView(x=self.x, lr=lr, weight=share, participants=size, gradient=own, mean_gradient=mean)
             move = algorithm.plan(view).displaced(own)
             rows.append(torch.zeros_like(mean) if move is None else move)
@@ -269,10 +263,9 @@ class Problem:
     def play(
         self, task: Task, engine: InProcessEngine, algorithm: Algorithm, x: Tensor, *, rounds: int = 1, **options: Any
     ) -> Tensor:
-        """Return the server's point after rounds with all clients of a task, played as an experiment plays them."""
-        made = Federation(
-            task=task, algorithm=combine(algorithm), per_round=len(task.clients), seed=self.seed, **options
-        )
+        """Return the server's point after rounds with all clients of a task, played as training plays them."""
+        combined, everyone = combine(algorithm), len(task.clients)
+        made = Federation(task=task, algorithm=combined, per_round=everyone, seed=self.seed, **options)
         state = ServerState(point=self.at(x))
         for _ in range(rounds):
             state, _ = play_round(made, engine, state)

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradalign.client.flat import Point
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks.batches import Examples, join_batches
-from gradalign.tasks.holdout import spans_of, stretches_of
+from gradalign.tasks.holdout import spans_of, split_where_changed, stretches_of
 from gradalign.theory.probe import Probe
 
 LEVEL = 0.05
@@ -53,8 +53,7 @@ class Mixed(Examples):
     def batch(self, index: Tensor) -> Any:
         """Return the rows, grouped by the client they come from."""
         owners, rows = self.owners[index], self.rows[index]
-        parts = [self.sources[int(o)].batch(rows[owners == o]) for o in owners.unique()]
-        return join_batches(parts)
+        return join_batches([self.sources[int(o)].batch(rows[owners == o]) for o in owners.unique()])
 
 
 def random_split(probe: Probe, number: int = 0) -> list[Examples]:
@@ -82,9 +81,8 @@ def pieces_of(probe: Probe) -> list[list[NDArray[np.int64]]]:
     for client in probe.clients:
         count = len(probe.task.client(client))
         spans = spans_of([groups[client]], [count])[0][probe.rows(client, count).numpy()]
-        order = np.argsort(spans[:, 0], kind="stable")
-        stretches = np.split(order, np.flatnonzero(np.diff(stretches_of(spans)[order])) + 1)
-        longest = math.ceil(len(order) / 8)
+        stretches = split_where_changed(np.argsort(spans[:, 0], kind="stable"), stretches_of(spans))
+        longest = math.ceil(len(spans) / 8)
         found.append([part for s in stretches for part in np.array_split(s, math.ceil(len(s) / longest))])
     return found
 
