@@ -76,8 +76,9 @@ def emnist_cnn() -> nn.Module:
 
 def lenet(classes: int = 10) -> nn.Module:
     """Return the paper's CIFAR model, LeNet on 3×32×32 images; 62,006 parameters for ten classes."""
-    dense = (nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes))
-    return nn.Sequential(*_convolutions(3, 6, 16), *dense)
+    layers = _convolutions(3, 6, 16)  # first: layers draw their weights as they are made
+    layers += [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes)]
+    return nn.Sequential(*layers)
 
 
 class CharLSTM(nn.Module):
