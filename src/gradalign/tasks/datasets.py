@@ -74,15 +74,9 @@ def _data_set(
     sources = files["train"] + files["test"]
     arrays = cached_arrays(name, sources, partial(decode, files))
     users = tuple(str(user) for user in arrays.get("users", ()))
-    return DataSet(
-        name=name,
-        train=_part(arrays, "train"),
-        test=_part(arrays, "test"),
-        where=sources[0].parent.parent if users else sources[0].parent,
-        classes=classes,
-        full=full,
-        users=users,
-    )
+    train, test = (_part(arrays, split) for split in ("train", "test"))
+    where = sources[0].parent.parent if users else sources[0].parent
+    return DataSet(name=name, train=train, test=test, where=where, classes=classes, full=full, users=users)
 
 
 def _part(arrays: Arrays, split: str) -> Part:

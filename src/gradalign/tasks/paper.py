@@ -76,8 +76,9 @@ def emnist_cnn() -> nn.Module:
 
 def lenet(classes: int = 10) -> nn.Module:
     """Return the paper's CIFAR model, LeNet on 3×32×32 images; 62,006 parameters for ten classes."""
-    dense = (nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes))
-    return nn.Sequential(*_convolutions(3, 6, 16), *dense)
+    layers = _convolutions(3, 6, 16)  # first: layers draw their weights as they are made
+    layers += [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes)]
+    return nn.Sequential(*layers)
 
 
 class CharLSTM(nn.Module):
@@ -136,6 +137,7 @@ def federate(
     test = _test_rows(data, parts, natural=division.partition == "natural")
     test = test[choose(data.test.labels[test], math.ceil(division.data_share * len(test)))]
     test = test[choose(data.test.labels[test], division.test_limit)]
+    held = data.classes if data.users else len(_values(labels, parts))
     return Task(
         name=data.name,
         model=model,
@@ -145,7 +147,7 @@ def federate(
         groups=None if data.train.spans is None else [data.train.spans[part] for part in parts],
         facts={
             **division.describe(len(whole), len(parts)),
-            **_classes_held(data, parts),
+            **({} if held == data.classes else {"classes": f"{held} of {data.classes} classes"}),
             **data.facts(),
             # What guessing the commonest class would score.
             "majority": f"commonest test class {np.bincount(data.test.labels[test]).max() / len(test):.2%}",
@@ -166,11 +168,6 @@ def _test_rows(data: DataSet, parts: list[Rows], *, natural: bool) -> Rows:
 
 def _values(labels: Labels, parts: list[Rows]) -> Labels:
     return np.unique(np.concatenate([np.unique(labels[part]) for part in parts]))
-
-
-def _classes_held(data: DataSet, parts: list[Rows]) -> dict[str, str]:
-    held = data.classes if data.users else len(_values(data.train.labels, parts))
-    return {} if held == data.classes else {"classes": f"{held} of {data.classes} classes"}
 
 
 @divided(FileDivision, partition="one-class", clients=47)

@@ -7,7 +7,7 @@ check; what the checks do not see is mini-batches, clients that fall silent, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from gradalign.client.trainer import one_thread
 from gradalign.tasks.task import Task
@@ -17,7 +17,7 @@ from gradalign.theory.descent import descent
 from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
 from gradalign.theory.whole import whole_rounds
 
-__all__ = ["Check", "iter_checks", "verify"]
+__all__ = ["Check", "verify"]
 
 _CLAIMS: tuple[Callable[[Problem], list[Check]], ...] = (
     claims.lemma_1,
@@ -33,17 +33,6 @@ _CLAIMS: tuple[Callable[[Problem], list[Check]], ...] = (
 )
 
 
-def iter_checks(*, task: Task | None = None, seed: int = 0) -> Iterator[Check]:
-    """Yield the checks as they are made; see ``verify``."""
-    with one_thread():
-        tasks = [mlp_task(seed=seed), quadratic_task(seed=seed)] if task is None else [users_task(task, seed=seed)]
-        for problem in (Problem(made, seed=seed) for made in tasks):
-            for claim in _CLAIMS:
-                yield from claim(problem)
-        if task is None:
-            yield from descent(seed=seed)
-
-
 def verify(*, task: Task | None = None, seed: int = 0) -> list[Check]:
     """Run all checks and return them in the order of their numbers.
 
@@ -52,5 +41,10 @@ def verify(*, task: Task | None = None, seed: int = 0) -> list[Check]:
             left out: it needs a problem whose constants are known.
         seed: The seed of the random problems and of the task's first point.
     """
-    checks = iter_checks(task=task, seed=seed)
+    with one_thread():
+        tasks = [mlp_task(seed=seed), quadratic_task(seed=seed)] if task is None else [users_task(task, seed=seed)]
+        problems = [Problem(made, seed=seed) for made in tasks]
+        checks = [check for problem in problems for claim in _CLAIMS for check in claim(problem)]
+        if task is None:
+            checks += descent(seed=seed)
     return sorted(checks, key=lambda check: (int(check.number.rstrip("abcdefgh")), check.number))

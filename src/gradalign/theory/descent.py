@@ -104,10 +104,8 @@ def _first_rise(problem: Problem, x: Tensor, lr: float, bound: float) -> float |
 def descent(*, seed: int = 0, points: int = 100, searched: int = 10) -> list[Check]:
     """Check that f + βr falls below the paper's bound on β, and find where above it it does not.
 
-    Args:
-        seed: The seed of the problem and the points.
-        points: The number of random points; a twentieth as many near-critical points of f are added.
-        searched: From how many of the points to look for a β that fails.
+    To the random points a twentieth as many near-critical points of f are added; a β that fails is ``searched`` from
+    that many of them.
     """
     task, known = wavy_bowl(seed)
     problem = Problem(task, seed=seed)

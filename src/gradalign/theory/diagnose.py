@@ -36,6 +36,7 @@ from gradalign.tasks.task import Task
 from gradalign.theory.probe import HalfSplit, Probe, Spread, spread, within_client
 from gradalign.theory.random_splits import LEVEL, SPLITS, Null, mean_of_known, null_of
 
+Range = tuple[float, float]
 ALIGNED = math.sqrt(0.1)
 """Below this d/‖ḡ‖ the variance is less than a tenth of ‖ḡ‖²: the gradients agree."""
 IID_LIKE = 1.5
@@ -94,7 +95,7 @@ class Diagnosis:
     sentence: str
 
 
-def beta_range(*, relative: float, lr: float, steps: int) -> tuple[float, float] | None:
+def beta_range(*, relative: float, lr: float, steps: int) -> Range | None:
     """Return the β to search in, ¼ to 1 times αK‖ḡ‖/d with relative = d/‖ḡ‖; None when d or ‖ḡ‖ is next to nothing."""
     if not _LEAST <= relative <= _MOST:
         return None
@@ -166,9 +167,7 @@ def _conclude(
     r_random = mean_of_known(null.values)
     excess = found.r / r_random if r_random else None
     p_value = null.p_value(found.r)
-    noise = [None if half is None else half.noise**2 for half in halves]
-    # The mean over n clients takes 1/n of the noise with it: E‖g_i − ḡ‖² is (1 − 1/n) of the variance of g_i.
-    expected = (1.0 - 1.0 / len(halves)) * (mean_of_known(noise) or 0.0)
+    noise = mean_of_known([None if half is None else half.noise**2 for half in halves])
     betas = beta_range(relative=relative, lr=lr, steps=steps)
     verdict = verdict_of(relative, excess, p_value)
     return Diagnosis(
@@ -192,7 +191,8 @@ def _conclude(
         between=found.pairwise,
         between_random=null.pairwise,
         within=mean_of_known([None if half is None else half.cosine for half in halves]),
-        chance=expected / (2.0 * found.r) if betas and any(n is not None for n in noise) else None,
+        # The mean over n clients takes 1/n of the noise with it: E‖g_i − ḡ‖² is (1 − 1/n) of the variance of g_i.
+        chance=(1.0 - 1.0 / len(halves)) * noise / (2.0 * found.r) if betas and noise is not None else None,
         beta_low=betas[0] if betas else None,
         beta_high=betas[1] if betas else None,
         beta_scaffold=0.5 * lr * (steps - 1),
@@ -202,12 +202,7 @@ def _conclude(
 
 
 def _sentence(
-    verdict: str,
-    relative: float,
-    excess: float | None,
-    p_value: float | None,
-    betas: tuple[float, float] | None,
-    why_not: str,
+    verdict: str, relative: float, excess: float | None, p_value: float | None, betas: Range | None, why_not: str
 ) -> str:
     far = f"the clients' gradients lie {relative:.2g} times the mean gradient's length away from it"
     if excess is not None and p_value is not None:
