@@ -169,10 +169,8 @@ def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
     return [0, *sorted(int(i) + 1 for i in np.atleast_1d(others))]
 
 
-def measured_at(
-    state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine
-) -> tuple[Row, dict[int, Any]]:
-    """Measure what is due at this point; the dictionary is empty and goes when nobody asks for it any more."""
+def measured_at(state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine) -> Row:
+    """Measure what is due at this point."""
     row: Row = dict.fromkeys(
         ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
     )
@@ -186,7 +184,7 @@ def measured_at(
     if measure.due(measure.train_every, state.round, rounds):
         row |= _measured_on_clients(state, federation, measure, engine)
     _require_finite(row, state.round)
-    return row, {}
+    return row
 
 
 def _measured_on_clients(state: ServerState, federation: Federation, measure: Measure, engine: Engine) -> Row:

@@ -221,7 +221,7 @@ def _play_all(
     began, saved = time.monotonic() - spent, time.monotonic()
 
     def note(state: ServerState, facts: RoundFacts | None) -> None:
-        measured, _ = measured_at(state, federation, measure, rounds, engine)
+        measured = measured_at(state, federation, measure, rounds, engine)
         rows.append(row_of(state, facts, measured, time.monotonic() - began))
         if folder is not None:
             folder.append(rows[-1])
