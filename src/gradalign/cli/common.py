@@ -41,7 +41,7 @@ AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
 _RESUME = "continue with the same command and --resume"
 _EXTRAS = {"optuna": "sweep", "sqlalchemy": "sweep", "plotly": "report", "jinja2": "report", "scipy": "report"}
 _EXTRAS |= {"matplotlib": "plots", "pydantic": "recipes", "tomli_w": "runs", "safetensors": "runs"}
-_EXTRAS |= {"pooch": "cli", "flwr": "flower"}
+_EXTRAS |= {"requests": "cli", "flwr": "flower"}
 
 
 @contextmanager
