@@ -124,7 +124,8 @@ def this_library(
         seed=0,
     )
     state = ServerState(point=FlatModel(task.make_model(0)).read())
-    with local_engine(Setup(task=task, local=local, clients_per_round=workload.sampled), workers) as engine:
+    setup = Setup(task=task, local=local, clients_per_round=workload.sampled, algorithm=federation.algorithm)
+    with local_engine(setup, workers) as engine:
 
         def play() -> None:
             nonlocal state
