@@ -14,9 +14,10 @@ from gradalign.algorithms.plan import combine
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup, shuffled_batches
-from gradalign.fast.batches import plan_batches
+from gradalign.fast.batches import Neighbours, plan_batches
 from gradalign.seeding import Purpose, stream_seed, stream_seeds, torch_stream
 from gradalign.tasks import task as data
+from gradalign.tasks.batches import TensorExamples
 
 CLIENTS = 5000
 
@@ -91,12 +92,10 @@ def test_batches_laid_side_by_side_are_the_clients_own(sizes, batch_size, length
     local, clients = ga.LocalTraining(lr=0.1, batch_size=batch_size, **length), range(60, 60 + len(sizes))
     starts = [int(start) for start in np.cumsum([0, *sizes[:-1]])]
     setup = Setup(task=ga.Task(model=nn.Linear(4, 3), clients=pairs(1)), local=local, seed=3)
-    point = FlatModel(nn.Linear(4, 3)).read()
-    told, who = (
-        Broadcast(point=point, round=2, algorithm=combine(ga.FedAvg())),
-        [Participant(client=c) for c in clients],
-    )
-    found = plan_batches(setup, told, who, sizes, starts, torch.float64)
+    told = Broadcast(point=FlatModel(nn.Linear(4, 3)).read(), round=2, algorithm=combine(ga.FedAvg()))
+    examples = [TensorExamples((torch.zeros(size, 4), torch.zeros(size))) for size in sizes]
+    group = Neighbours(told, [Participant(client=client) for client in clients], examples)
+    found = plan_batches(setup, group, starts, torch.float64)
     assert found.steps == [local.steps_for(size) for size in sizes]
     for place, (size, client) in enumerate(zip(sizes, clients, strict=True)):
         own, seen = shuffled_batches(size, local.batch_for(size), torch_stream(3, Purpose.SHUFFLE, 2, client)), 0
