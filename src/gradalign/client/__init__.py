@@ -71,4 +71,6 @@ class LocalTraining:
         With momentum m the k-th of K gradients acts with α(1 + m + … + m^{K−k}).
         """
         m = self.momentum
+        if not m:  # asked for every client of a round
+            return lr * steps
         return lr * math.fsum((1.0 - m ** (k + 1)) / (1.0 - m) for k in range(steps))
