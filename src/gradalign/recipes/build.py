@@ -21,7 +21,7 @@ from gradalign.server.federation import Federation, make_federation, single_step
 from gradalign.tasks.digits import digits
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.paper import cifar10, cifar100, emnist, shakespeare
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, with_metrics
 
 if TYPE_CHECKING:
     from gradalign.recipes.spec import AlgorithmSpec, LocalSpec, ServerSpec, Settings, Spec
@@ -250,7 +250,7 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
     algorithm = build_algorithm(spec.algorithm, spec.server)
     local = replace(build_local(spec.local, algorithm), precision=spec.precision)
     return make_federation(
-        task or task_of(spec),
+        with_metrics(task or task_of(spec), spec.measure.metrics),
         algorithm,
         local,
         **spec.clients.model_dump(exclude={"holdout"}),

@@ -6,7 +6,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,7 +20,13 @@ from torch.nn.parameter import is_lazy
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream
 from gradalign.tasks.batches import Examples, TensorExamples, Transform, as_examples, example_count
-from gradalign.tasks.metrics import Metric, check_metrics
+from gradalign.tasks.metrics import Metric, NamedMetric, check_metrics
+
+
+def with_metrics(task: Task, names: Sequence[str]) -> Task:
+    """Return the task with torchmetrics' metrics of these names beside its own, which come first where names meet."""
+    added = {name: NamedMetric(name) for name in names if name not in task.metrics}
+    return replace(task, metrics={**task.metrics, **added}) if added else task
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
