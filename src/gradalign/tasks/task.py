@@ -143,7 +143,7 @@ def _entry(entries: Sequence[Any], index: int, seed: int, *keys: int) -> Any:
         return entries[index]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Task:
     """What is trained and on whose data.
 
@@ -209,6 +209,16 @@ class Task:
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
         if self.sizes is not None and not self.sizes.all():
             raise self._has_none(int(self.sizes.argmin()))
+
+    def __repr__(self) -> str:
+        """Return name and counts: data and models are long."""
+        words = [f"{len(self.clients):,} clients"]
+        if (sizes := self.sizes) is not None:
+            words.append(f"{int(sizes.sum()):,} training examples")
+        if self.test_examples is not None:
+            words.append(f"{len(self.test_examples):,} {self.scored_on} examples")
+        words += ["tests of clients"] * (self.client_tests is not None) + list(self.metrics)
+        return f"<Task {self.name}: {', '.join(words)}>"
 
     def _has_none(self, client: int) -> GradalignError:
         return GradalignError(f"client {client} of the task {self.name} has no examples; every client needs some")
