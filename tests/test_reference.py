@@ -25,6 +25,29 @@ ALGORITHMS = {
     "scaffold kept": (ga.Scaffold(control="kept"), Settings(scaffold="kept")),
     "fedga": (ga.FedGA(beta=0.3), Settings(beta=0.3)),
     "fedga step": (ga.FedGA(beta=0.3, form="step"), Settings(beta=0.3, inside=True)),
+    "fedga running": (ga.FedGA(beta=0.3, mean="running"), Settings(beta=0.3, mean="running")),
+    "fedga last": (ga.FedGA(beta=0.3, mean="running", decay=0), Settings(beta=0.3, mean="running", decay=0.0)),
+    "fedga kept": (ga.FedGA(beta=0.3, mean="kept"), Settings(beta=0.3, mean="kept")),
+    "fedga running step": (
+        ga.FedGA(beta=0.3, mean="running", form="step"),
+        Settings(beta=0.3, mean="running", inside=True),
+    ),
+    "fedga at times": (
+        ga.FedGA(beta=0.3, mean="running", gradient_every=2),
+        Settings(beta=0.3, mean="running", every=2),
+    ),
+    "fedinit": (ga.FedInit(beta=0.2), Settings(init=0.2)),
+    "fedsam": (ga.FedSAM(rho=0.2), Settings(sam=0.2)),
+    "fedlesam": (ga.FedLESAM(rho=0.2), Settings(lesam=0.2)),
+    "fedcm": (ga.FedCM(alpha=0.4), Settings(cm=0.4)),
+    "running and kept": (
+        ga.FedGA(beta=0.3, mean="running") + ga.Scaffold(control="kept") + ga.FedProx(mu=0.7) + ga.FedAvgM(lr=0.8),
+        Settings(beta=0.3, mean="running", mu=0.7, scaffold="kept", server="momentum", server_lr=0.8),
+    ),
+    "kept and a correction": (
+        ga.FedGA(beta=0.3, mean="kept") + ga.Scaffold(),
+        Settings(beta=0.3, mean="kept", scaffold="fresh"),
+    ),
     "feddyn": (ga.FedDyn(alpha=0.4), Settings(dyn=0.4)),
     "server lr": (ga.FedAvg() + ga.ServerRule(lr=0.6), Settings(server_lr=0.6)),
     "fedavgm": (ga.FedAvgM(lr=0.6, momentum=0.8), Settings(server="momentum", server_lr=0.6, momentum=0.8)),
@@ -79,11 +102,10 @@ def compare(problem: Problem, case, local: ga.LocalTraining, **settings) -> None
     assert result.history["reported"][1:] == [len(chance.steps) for chance in rounds]
     assert result.history["local_updates"][-1] == sum(len(s) for c in rounds for s in c.steps.values())
     trained = [sum(len(rows) for steps in c.steps.values() for rows in steps) for c in rounds]
-    if not rounds[0].gradients:
-        assert np.diff(result.history["examples"]).tolist() == trained
-        assert result.history["examples"][0] == 0
-    phases = 2 if rounds[0].gradients else 1
-    assert result.history["communication_rounds"] == [phases * r for r in range(settings["rounds"] + 1)]
+    asked = [sum(len(rows) for parts in c.gradients.values() for rows in parts) for c in rounds]
+    assert np.diff(result.history["examples"]).tolist() == [a + b for a, b in zip(asked, trained, strict=True)]
+    assert result.history["examples"][0] == 0
+    assert result.history["communication_rounds"] == [given.trips * r for r in range(settings["rounds"] + 1)]
 
 
 @cases(ALGORITHMS)
