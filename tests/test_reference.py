@@ -129,7 +129,9 @@ def test_one_step_a_round_on_mini_batches(case):
     compare(FEW, case, ONE)
 
 
-@cases({name: ALGORITHMS[name] for name in ("scaffold kept", "fedga step", "everything")})
+@cases(
+    {name: ALGORITHMS[name] for name in ("scaffold kept", "fedga step", "everything", "fedga running", "fedga kept")}
+)
 @pytest.mark.parametrize(
     "local",
     [
@@ -143,7 +145,7 @@ def test_momentum_clipping_and_schedules(case, local):
     compare(FEW, case, local)
 
 
-@cases({name: ALGORITHMS[name] for name in ("fedavg", "fedga", "fedga step")})
+@cases({name: ALGORITHMS[name] for name in ("fedavg", "fedga", "fedga step", "fedga running")})
 @pytest.mark.parametrize("weights", ["uniform", "examples"])
 def test_batch_norm(case, weights):
     """Float buffers are averaged with the updates' weights, integer ones are the first client's."""
@@ -164,6 +166,7 @@ MANY = Problem(tuple(3 + (7 * i) % 11 for i in range(31)), inputs=3, hidden=4)
 CROWD = {**PART, "clients_per_round": 28}
 COHORTS = {
     **{n: ALGORITHMS[n] for n in ("fedavg", "fedprox", "scaffold", "scaffold kept", "fedga", "fedga step", "feddyn")},
+    **{n: ALGORITHMS[n] for n in ("fedga running", "fedga kept", "fedinit", "fedsam", "fedlesam", "fedcm")},
     **{n: ALGORITHMS[n] for n in ("step and a pull", "a pull and step", "kept and displaced", "two displacements")},
 }
 LOCALS = {
@@ -189,7 +192,7 @@ def test_cohorts(case):
     other_way(MANY, case, local_for(case, LOCALS["decay"]))
 
 
-@cases({name: ALGORITHMS[name] for name in ("fedga", "scaffold kept")})
+@cases({name: ALGORITHMS[name] for name in ("fedga", "scaffold kept", "fedga running", "running and kept")})
 def test_cohorts_in_two_workers(case):
     other_way(MANY, case, LOCALS["decay"], workers=2)
 
