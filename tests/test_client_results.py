@@ -129,7 +129,7 @@ def test_the_same_bits_wherever_and_however_often(engine, tmp_path):
             run(task, **options, on_round=lambda row: interrupt(row, 3))
         found = run(task, **options, resume=True)
         again = run(task, **options, resume=True)
-        assert again.clients == found.clients and again.personalized == found.personalized, "read, and not made anew"
+        assert (again.clients, again.personalized) == (found.clients, found.personalized), "read, and not made anew"
     assert found.clients == expected.clients
     assert found.personalized == expected.personalized
     assert torch.equal(vector(found), vector(expected))

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
     from gradalign.algorithms import (
         FedAvg,
+        FedCM,
         FedDyn,
         FedGA,
+        FedInit,
+        FedLESAM,
         FedProx,
+        FedSAM,
         LargeBatchGradAlign,
         LargeBatchSGD,
         LinearScaling,
@@ -39,7 +43,8 @@ if TYPE_CHECKING:
     from gradalign.tracking.services import TensorBoard, WeightsAndBiases
 
 _HOMES = {
-    "gradalign.algorithms": "FedAvg FedDyn FedGA FedProx LargeBatchGradAlign LargeBatchSGD LinearScaling Scaffold",
+    "gradalign.algorithms": "FedAvg FedCM FedDyn FedGA FedInit FedLESAM FedProx FedSAM LargeBatchGradAlign "
+    "LargeBatchSGD LinearScaling Scaffold",
     "gradalign.algorithms.plan": "Algorithm",
     "gradalign.algorithms.rules": "FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
     "gradalign.algorithms.schedule": "Cosine OffUntil Steps Warmup",
@@ -60,21 +65,11 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = ["STOP", "Algorithm", "ClientScore", "ClientView", "Cosine", "DivergedError", "EarlyStopping"]
-__all__ += ["FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedDyn"]
-__all__ += ["FedGA", "FedProx", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
-__all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result", "RunInfo"]
-__all__ += [
-    "Scaffold",
-    "ServerRule",
-    "Steps",
-    "StopTraining",
-    "Task",
-    "TensorBoard",
-    "Tracker",
-    "Warmup",
-    "WeightsAndBiases",
-]
-__all__ += ["__version__", "hold_out", "run"]
+__all__ += ["FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedGA", "FedInit", "FedLESAM"]
+__all__ += ["FedProx", "FedSAM", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
+__all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result"]
+__all__ += ["RunInfo", "Scaffold", "ServerRule", "Steps", "StopTraining", "Task", "TensorBoard", "Tracker", "Warmup"]
+__all__ += ["WeightsAndBiases", "__version__", "hold_out", "run"]
 
 
 def __getattr__(name: str) -> Any:
