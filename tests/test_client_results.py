@@ -135,6 +135,19 @@ def test_the_same_bits_wherever_and_however_often(engine, tmp_path):
     assert torch.equal(vector(found), vector(expected))
 
 
+class Made:
+    """A sequence that makes its entries on demand."""
+
+    def __init__(self, count: int, make) -> None:
+        self.count, self.make = count, make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, client: int):
+        return self.make(client)
+
+
 def interrupt(row, when: int) -> None:
     if row["round"] == when:
         raise KeyboardInterrupt
@@ -142,17 +155,9 @@ def interrupt(row, when: int) -> None:
 
 def test_very_many_clients_are_scored_in_part():
     count, asked = 5000, []
-
-    class Tests(list):
-        def __getitem__(self, client):
-            asked.append(client)
-            return data(2, client)
-
-        def __len__(self):
-            return count
-
+    tests = Made(count, lambda client: asked.append(client) or data(2, client))
     own = [data(2, client) for client in range(50)] * (count // 50)
-    task = task_of(sizes=(), tests=(), clients=own, client_tests=Tests())
+    task = task_of(sizes=(), tests=(), clients=own, client_tests=tests)
     result = run(task, rounds=1, clients_per_round=3, measure=ga.Measure(train_every=0))
     assert len(asked) == len(set(asked)) == len(result.clients) == 1000
     assert result.client_results.of == count
@@ -165,7 +170,7 @@ def test_held_out_examples_are_the_clients_own_tests():
     rows = [torch.arange(0, 30), torch.arange(30, 36), torch.arange(36, 37), torch.arange(37, 60)]
     pool = ga.PartitionedClients((inputs, labels), rows)
     entries = [(inputs[own], labels[own]) for own in rows]
-    made = type("Made", (list,), {"__getitem__": lambda self, i: entries[i], "__len__": lambda self: len(entries)})()
+    made = Made(len(entries), entries.__getitem__)
     held = [ga.hold_out(task_of(clients=clients, client_tests=None), 0.3, seed=1) for clients in (pool, entries, made)]
     for task in held:
         for client, own in enumerate(rows):
@@ -181,11 +186,8 @@ def test_held_out_examples_are_the_clients_own_tests():
 
 
 def test_test_examples_made_on_demand_are_not_the_training_examples():
-    class Drawn(list):
-        def __getitem__(self, client):
-            return torch.randn(4, 5).double(), torch.zeros(4, dtype=torch.int64)
-
-    task = task_of(clients=Drawn([0, 0]), client_tests=Drawn([0, 0]))
+    drawn = Made(2, lambda client: (torch.randn(4, 5).double(), torch.zeros(4, dtype=torch.int64)))
+    task = task_of(clients=drawn, client_tests=drawn)
     trained, tested = (one.batch(torch.arange(4))[0] for one in (task.client(1, 7), task.client_test(1, 7)))
     assert torch.equal(tested, task.client_test(1, 7).batch(torch.arange(4))[0])
     assert not torch.equal(trained, tested)
