@@ -85,7 +85,7 @@ def test_patience_by_hand():
     watched, best, stops = monitor_of(values, early_stopping={"patience": 2, "min_delta": 0.5})
     assert best == [True, False, True, False, False, True, False, True, False]
     # 3.0 is better than 4.0 by one; 3.5 and 2.5 (by exactly 0.5) are not: two in a row, at the sixth row.
-    assert stops == [False] * 5 + [True] * 4
+    assert stops == [False] * 5 + [True] * 2 + [False] * 2, "2.25 beats 3.0 by more than 0.5 again"
     assert (watched.best_round, -watched.best) == (7, 2.25)
     assert monitor_of(values, early_stopping=EarlyStopping(patience=2))[2] == [False] * 8 + [False]
     assert monitor_of(values, early_stopping=EarlyStopping(patience=1))[2][3:6] == [True, True, False]
