@@ -13,7 +13,7 @@ EXTRAS = PYPROJECT["optional-dependencies"]
 NAMES = {"tomli-w": "tomli_w"}  # the others are imported by the name they are installed by
 OPTIONAL = [
     *("safetensors", "tomli_w", "pydantic", "typer", "rich", "requests", "matplotlib"),
-    *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn"),
+    *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn", "pandas", "torchmetrics"),
 ]
 
 BARE = f"""
