@@ -70,7 +70,9 @@ print(result.summary["rounds"])
 
 CALLS = {
     "runs": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, out='r')",
-    "cli": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, progress=True)",
+    "metrics": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, measure=ga.Measure(metrics=['f1']))",
+    "frames": "ga.run(task, ga.FedAvg(), rounds=1, workers=0).to_frame()",
+    "plots": "ga.run(task, ga.FedAvg(), rounds=1, workers=0).plot()",
     "tensorboard": "ga.TensorBoard()",
     "wandb": "ga.WeightsAndBiases()",
     "flower": "ga.run(task, ga.FedAvg(), rounds=1, engine='flower')",
