@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,27 @@ def test_patience_by_hand():
     assert monitor_of(values, early_stopping=EarlyStopping(patience=2))[2] == [False] * 8 + [False]
     assert monitor_of(values, early_stopping=EarlyStopping(patience=1))[2][3:6] == [True, True, False]
     assert monitor_of([1.0, 2.0, 3.0], mode="max", early_stopping={"patience": 1})[2] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "larger"),
+    [
+        ("accuracy", "validation_accuracy", True),
+        ("test_loss", "validation_loss", False),
+        ("wide", "validation_wide", True),
+        ("validation_wide", "validation_wide", True),
+        ("train_loss", "train_loss", False),
+        ("clients_worst_accuracy", "clients_worst_accuracy", True),
+        ("r", "r", False),
+    ],
+)
+def test_names_of_what_is_monitored(name, column, larger):
+    """The metric on what the run is scored on; any other column by its own name."""
+    task = replace(ga.hold_out(blobs(), 0.2), metrics={"wide": lambda outputs, targets: 0.0})
+    watched = Monitor(ga.Measure(monitor=name), task)
+    assert (watched.name, watched.larger) == (column, larger)
+    assert watched.value({column: 0.25}) == (0.25 if larger else -0.25)
+    assert Monitor(ga.Measure(monitor=name, mode="min"), task).value({column: 0.25}) == -0.25
 
 
 def expected_stop(values: list[float], patience: int) -> int:
@@ -188,6 +210,7 @@ def test_a_checkpoint_of_the_stopping_round_is_not_gone_on_from(tmp_path, monkey
 def test_what_cannot_be_followed_is_said(measure, words, tmp_path):
     with pytest.raises(ga.GradalignError, match=words):
         run(measure=ga.Measure(**measure), out=tmp_path / "run")
+    assert not list(tmp_path.iterdir()), "nothing half-written"
 
 
 def test_nothing_to_follow():

@@ -52,7 +52,6 @@ class AllRounds:
         self.measure = settle(measure, federation, rounds)
         self.columns = row_columns(self.measure, federation)
         self.monitor = Monitor(self.measure, federation.task)
-        self.monitor.check(federation.task, [*self.columns, "local_loss"])
         self.on_round = on_round
         self.rows: list[Row] = []
         self.clients: ClientResults | None = None

@@ -24,7 +24,7 @@ from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server.alignment import alignment_of
 from gradalign.server.clients import ClientResults, client_columns, score_clients, spread_over_clients
 from gradalign.server.federation import Federation, ServerState
-from gradalign.server.monitor import EarlyStopping
+from gradalign.server.monitor import EarlyStopping, Monitor
 from gradalign.tasks.metrics import metrics_of
 
 TEST_POINTS, TRAIN_POINTS = 50, 20
@@ -168,6 +168,12 @@ def row_columns(measure: Measure, federation: Federation) -> list[str]:
     names = ["test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine"]
     names += [f"{task.scored_on}_{name}" for name in ("loss", "accuracy", *task.metrics)]
     return names + (client_columns(measure, task) if measure.clients_every != 0 else [])
+
+
+def require_measurable(measure: Measure, federation: Federation) -> None:
+    """Refuse what this task does not have, before anything is written."""
+    settled = replace(measure, clients_every=_clients_every(measure, federation))
+    Monitor(measure, federation.task).check(federation.task, [*row_columns(settled, federation), "local_loss"])
 
 
 def measured_at(

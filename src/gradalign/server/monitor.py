@@ -61,9 +61,10 @@ class Monitor:
         scored, name = task.scored_on, measure.monitor
         # Where training examples are held out, as in a sweep, the same metric is the one on those.
         bare = (name or "").removeprefix("test_").removeprefix("validation_")
-        name = bare if bare in ("accuracy", "loss", *task.metrics) else name
+        scores = bare in ("accuracy", "loss", *task.metrics)
+        name = bare if scores else name
         self._scores = f"{scored}_accuracy", f"{scored}_loss"
-        self._column = f"{scored}_{name}" if name == bare and name else name
+        self._column = f"{scored}_{bare}" if scores else name
         self._rule, self._follows = measure.early_stopping, measure.early_stopping is not None or measure.keep_best
         metric = task.metrics.get(name or "")
         self.larger = larger_is_better(name or "", metric) if measure.mode is None else measure.mode == "max"
