@@ -221,3 +221,25 @@ def test_nothing_to_follow():
     result = ga.run(task, ga.FedAvg(), rounds=3, workers=0, measure=followed)
     losses = result.history["train_loss"]
     assert result.summary["monitor"] == {"name": "train_loss", "best": min(losses), "round": losses.index(min(losses))}
+
+
+@pytest.mark.parametrize(("monitor", "mode"), [("f1", None), ("test_accuracy", "min")])
+def test_a_trial_of_a_sweep_is_scored_by_the_monitored_metric(monitor, mode, tmp_path):
+    from gradalign.recipes.spec import validate
+    from gradalign.server.runner import RunOptions
+    from gradalign.sweep.plan import TrialRunner
+    from gradalign.sweep.protocol import Outcome, scoring_of
+
+    tables = {"rounds": 3, "task": {"clients": 5}, "algorithm": {"name": "fedavg"}, "clients": {"holdout": 0.2}}
+    measure = {"metrics": ["f1"], "monitor": monitor, "test_every": 1} | ({"mode": mode} if mode else {})
+    spec = validate(tables | {"measure": measure}, "here")
+    state, score, facts = TrialRunner(RunOptions(workers=0), 0.5).run(spec, tmp_path / "t", None, lambda row: None)
+    assert state == "complete"
+    name, sign = ("f1", 1) if mode is None else ("accuracy", -1)
+    assert score == sign * read_metrics(tmp_path / "t")[-1][f"validation_{name}"]
+    assert facts[f"validation_{name}"] == sign * score
+    scoring = scoring_of(
+        [Outcome(stage="s", slot=0, entry="e", seed=0, point={}, state=state, score=score, facts=facts)]
+    )
+    assert (scoring.name, scoring.larger) == (name, mode is None)
+    assert scoring.shown(score) == (score if mode is None else -100 * score)
