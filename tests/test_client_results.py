@@ -302,7 +302,7 @@ def test_results_that_were_changed_are_not_taken_for_the_runs(tmp_path):
 def test_the_command_line_tells_of_clients_and_of_an_early_end(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     stop = ["measure.early_stopping={patience=1,min_delta=0.99}", "measure.personalized=true", "measure.metrics=['f1']"]
-    words = [word for setting in ("rounds=5", "task.clients=5", *stop) for word in ("--set", setting)]
+    words = [word for setting in ("rounds=5", *stop) for word in ("--set", setting)]
     done = CliRunner().invoke(app, ["run", "digits", *words, "--workers", "0", "--out", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
