@@ -202,7 +202,15 @@ def test_a_checkpoint_of_the_stopping_round_is_not_gone_on_from(tmp_path, monkey
         ({"early_stopping": {"min_delta": 1.0}}, "early_stopping is a table of patience and min_delta"),
         ({"early_stopping": {"patience": 1, "wait": 2}}, "early_stopping is a table of patience and min_delta"),
         ({"early_stopping": {"patience": 1, "min_delta": -1.0}}, "early_stopping.min_delta must be a number"),
-        ({"mode": "largest"}, 'measure.mode must be "max" or "min"'),
+        ({"monitor": "loss", "mode": "largest"}, 'measure.mode must be "max" or "min"'),
+        ({"mode": "min"}, 'measure.mode must be "max" or "min" of a measure.monitor'),
+        ({"monitor": 3}, "measure.monitor is the name of a metric"),
+        ({"metrics": 3}, "measure.metrics is a list of names"),
+        ({"keep_best": True, "test_every": 0}, "test_accuracy is not measured on the way; set measure.test_every"),
+        (
+            {"keep_best": True, "monitor": "r", "train_every": 0},
+            "r is not measured on the way",
+        ),
         ({"metrics": "f1"}, "measure.metrics is a list of names"),
         ({"keep_best": 1}, "measure.keep_best must be True or False"),
     ],
@@ -211,6 +219,17 @@ def test_what_cannot_be_followed_is_said(measure, words, tmp_path):
     with pytest.raises(ga.GradalignError, match=words):
         run(measure=ga.Measure(**measure), out=tmp_path / "run")
     assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_clients_must_be_measured_on_the_way_to_be_followed():
+    task = replace(blobs(), client_tests=blobs().clients)
+    followed = {"monitor": "clients_worst_loss", "keep_best": True}
+    with pytest.raises(ga.GradalignError, match=r"clients_worst_loss is not measured on the way"):
+        ga.run(task, ga.FedAvg(), rounds=2, workers=0, measure=ga.Measure(**followed))
+    measure = ga.Measure(**followed, clients_every=1)
+    result = ga.run(task, ga.FedAvg(), rounds=3, local=LOCAL, workers=0, measure=measure)
+    losses = result.history["clients_worst_loss"]
+    assert result.summary["monitor"]["round"] == losses.index(min(losses))
 
 
 def test_nothing_to_follow():
