@@ -53,6 +53,13 @@ def test_a_function_may_end_the_run(way, tmp_path):
     assert torch.equal(vector(result), vector(run(rounds=3, measure=measure))), "the model of the third round"
 
 
+def test_every_round_is_told_of_and_the_last_one_is_not_stopped():
+    heard = []
+    result = run(rounds=3, on_round=lambda row: heard.append(row["round"]) or row["round"] == 3)
+    assert heard == [1, 2, 3]
+    assert "stopped" not in result.summary
+
+
 @pytest.mark.parametrize(
     ("answer", "words"), [(3, "what on_round returns must be True or False"), ("yes", "what on_round returns")]
 )

@@ -218,6 +218,23 @@ def test_what_cannot_be_measured_is_said(more, words):
         run(task_of(client_tests=None), **more)
 
 
+def test_a_test_that_fails_at_the_end_costs_no_training(tmp_path):
+    """The model does not fit the examples of client 2: the rounds before are kept, and gone on from."""
+    wrong = [data(3, 0), None, (torch.zeros(4, 9).double(), torch.zeros(4, dtype=torch.int64)), None]
+    with pytest.raises(ga.GradalignError, match="client 2 failed: RuntimeError"):
+        run(task_of(client_tests=wrong), out=tmp_path, rounds=3)
+    assert (tmp_path / "checkpoint.safetensors").exists()
+    played = []
+    found = run(task_of(), out=tmp_path, rounds=3, resume=True, on_round=lambda row: played.append(row["round"]))
+    assert played == [3]
+    assert found.clients == run(task_of(), rounds=3).clients
+
+
+def test_client_tests_must_be_examples():
+    with pytest.raises(ga.GradalignError, match=r"Task.client_tests, client 3: cannot read examples from int"):
+        task_of(client_tests=[None, None, None, 3])
+
+
 def test_client_tests_must_fit_the_clients():
     with pytest.raises(ga.GradalignError, match=r"Task.client_tests must be a sequence with one entry for each of 4"):
         task_of(client_tests=[None])
