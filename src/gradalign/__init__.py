@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gradalign.server.measure import Measure
     from gradalign.server.runner import Result
     from gradalign.tasks.holdout import hold_out
+    from gradalign.tasks.table import table_task
     from gradalign.tasks.task import PartitionedClients, Task
     from gradalign.tracking import RunInfo, Tracker
     from gradalign.tracking.services import TensorBoard, WeightsAndBiases
@@ -49,6 +50,7 @@ _HOMES = {
     "gradalign.server.measure": "Measure",
     "gradalign.server.runner": "Result",
     "gradalign.tasks.holdout": "hold_out",
+    "gradalign.tasks.table": "table_task",
     "gradalign.tasks.task": "PartitionedClients Task",
     "gradalign.tracking": "RunInfo Tracker",
     "gradalign.tracking.services": "TensorBoard WeightsAndBiases",
@@ -59,7 +61,7 @@ __all__ = ["Algorithm", "ClientView", "Cosine", "DivergedError", "FedAdagrad", "
 __all__ += ["FedGA", "FedProx", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
 __all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result", "RunInfo"]
 __all__ += ["Scaffold", "ServerRule", "Steps", "Task", "TensorBoard", "Tracker", "Warmup", "WeightsAndBiases"]
-__all__ += ["__version__", "hold_out", "run"]
+__all__ += ["__version__", "hold_out", "run", "table_task"]
 
 
 def __getattr__(name: str) -> Any:

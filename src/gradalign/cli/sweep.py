@@ -11,12 +11,13 @@ from typer import Argument, Option
 
 from gradalign.cli import common
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
+from gradalign.cli.csv import Client, Csv, Regression, Target, load, table_options
 from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
 
 
 def sweep(
-    recipe: Annotated[str, Argument(help="A recipe file or a shipped recipe's name.")],
+    recipe: Annotated[str | None, Argument(help="A recipe file or a shipped recipe's name.")] = None,
     algorithm: str | None = Option(None, help="What to tune, e.g. fedga or fedprox (default: the recipe's)."),
     grid: list[str] | None = Option(
         None,
@@ -39,6 +40,10 @@ def sweep(
     study: str | None = Option(None, help="The sweep's name in the storage (default: recipe and algorithm)."),
     settings: Settings = None,
     task: UserTask = None,
+    csv: Csv = None,
+    target: Target = None,
+    client: Client = None,
+    regression: Regression = None,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: int | None = Option(None, min=0, help="The search's seed, and the first of more."),
@@ -57,7 +62,6 @@ def sweep(
         if under_torchrun():
             raise GradalignError("sweep divides trials among processes by itself; start it without torchrun")
         from gradalign.cli.tables import print_sweep
-        from gradalign.recipes import load_recipe
         from gradalign.runs import output_folder
         from gradalign.server.runner import RunOptions
         from gradalign.sweep.conduct import run_sweep
@@ -65,7 +69,8 @@ def sweep(
         from gradalign.sweep.plan import plan_sweep
         from gradalign.tasks.storage import using_data_folder
 
-        loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
+        table = table_options(csv, target, client, regression)
+        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
         options = RunOptions(
             device=device, workers=workers, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers()
         )

@@ -176,14 +176,15 @@ def load_recipe(
     name: str,
     settings: Iterable[str] = (),
     seed: int | None = None,
-    task: str | None = None,
+    task: str | Mapping[str, Any] | None = None,
     *,
     trust_task: bool = False,
 ) -> Recipe:
     """Read a recipe by file or by shipped name, with settings laid over it.
 
-    Another ``task`` takes the place of the recipe's own, whose settings and paper's numbers would not fit it. A recipe
-    that lies in a run folder may name a task outside this package only with ``trust_task``.
+    Another ``task``, a name or a whole [task] table, takes the place of the recipe's own, whose settings and paper's
+    numbers would not fit it. A recipe that lies in a run folder may name a task outside this package only with
+    ``trust_task``.
     """
     need("pydantic", "recipes")
     from gradalign.recipes.spec import CompareSpec, SweepSpec
@@ -197,18 +198,35 @@ def load_recipe(
     elif not path.is_file():
         raise GradalignError(f'there is no recipe file "{name}"; shipped recipes are: {", ".join(shipped)}')
     data = read_recipe(path)
+    if isinstance(task, str):
+        task = {"name": task}
     if task is not None:
-        data |= {"task": {"name": task}, "paper": None, "name": task}
+        own_name = Path(task["path"]).stem if "path" in task else task["name"]
+        data |= {"task": dict(task), "paper": None, "name": own_name}
     changes = parse_settings(settings)
     if seed is not None:
         changes["seed"] = seed
     if not trust_task:
-        require_trust(path, data, changes, task)
+        require_trust(path, data, changes, (task or {}).get("name"))
+    _pin_files(data, changes)
     compare = _command_table(CompareSpec, "compare", data, changes, path.name)
     sweep = _command_table(SweepSpec, "sweep", data, changes, path.name)
     data.setdefault("name", path.stem)
     tracking = _take_tracking(data, changes, path.name)
     return Recipe(source=path.name, data=data, compare=compare, sweep=sweep, changes=changes, tracking=tracking)
+
+
+def _pin_files(data: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Put the digest of a table's file beside its path, so that a run does not go on with another file's rows."""
+    if (task_name(changes) or task_name(data)) != "table":
+        return
+    from gradalign.tasks.columns import file_digest
+
+    settings = found(data, "compare", "settings")
+    for tables in (data, changes, *(settings.values() if isinstance(settings, Mapping) else ())):
+        path = found(tables, "task", "path")
+        if isinstance(path, str) and "sha256" not in tables["task"]:
+            tables["task"]["sha256"] = file_digest(path)
 
 
 def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes: dict[str, Any], source: str) -> _Table:
