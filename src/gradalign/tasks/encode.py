@@ -85,8 +85,11 @@ def _useless(column: Column, seen: Numbers, *, kept: bool) -> str:
     if column.levels is not None:
         names = different > _MOST_LEVELS or 2 * different > len(known)
         return f"{different:,} different texts" if names else ""
-    if different < max(len(known), _ID_ROWS) or (known != np.floor(known)).any():
+    if (known != np.floor(known)).any():
         return ""
+    largest = np.abs(known).max()
+    if largest > 2.0**53:  # where floats no longer tell neighbours apart
+        return "an id: whole numbers of more than 15 digits"
     called = re.search(r"(^|[^a-z])(id|key|nr|number)$|ID$", column.name)
-    dense_or_huge = np.ptp(known) < 2 * len(seen) or np.abs(known).max() > 1e9
-    return "an id: whole numbers, all different" if called or dense_or_huge else ""
+    like_an_id = called or largest > 1e9 or np.ptp(known) < 2 * len(seen)
+    return "an id: whole numbers, all different" if different >= max(len(known), _ID_ROWS) and like_an_id else ""
