@@ -15,7 +15,7 @@ from typer import Argument, Option
 from gradalign import __version__
 from gradalign.cli import common, output_is_lost, theory
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
-from gradalign.cli.csv import Client, Csv, Regression, Target, load, table_options
+from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
 from gradalign.cli.data import data_app
 from gradalign.cli.sweep import sweep
 from gradalign.engines import under_torchrun
@@ -46,14 +46,12 @@ def _version(
 
 
 @app.command()
+@takes_table
 def run(
     recipe: Annotated[str | None, Argument(help="A recipe file, or the name of a shipped recipe: digits, …")] = None,
     settings: Settings = None,
     task: UserTask = None,
-    csv: Csv = None,
-    target: Target = None,
-    client: Client = None,
-    regression: Regression = None,
+    table: TableOptions = NO_TABLE,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: int | None = Option(None, min=0, help="The seed of everything random."),
@@ -77,7 +75,6 @@ def run(
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
 
-        table = table_options(csv, target, client, regression)
         loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
         spec = loaded.spec()
         folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
@@ -102,16 +99,14 @@ def run(
 
 
 @app.command()
+@takes_table
 def compare(
     recipe: str | None = Argument(None, help="A recipe file or a shipped recipe's name (default: digits)."),
     algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox."),
     seeds: int | None = Option(None, min=1, help="How many seeds each algorithm runs with."),
     settings: Settings = None,
     task: UserTask = None,
-    csv: Csv = None,
-    target: Target = None,
-    client: Client = None,
-    regression: Regression = None,
+    table: TableOptions = NO_TABLE,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: int | None = Option(None, min=0, help="The first seed."),
@@ -134,8 +129,7 @@ def compare(
         from gradalign.tasks.storage import using_data_folder
         from gradalign.tracking.progress import rounds_bar
 
-        table = table_options(csv, target, client, regression)
-        loaded = load(recipe or (None if table else "digits"), settings, seed, task, table, trust_task=trust_task)
+        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task, default="digits")
         entries = loaded.compare.algorithms
         if algorithms is not None:
             entries = [name.strip() for name in algorithms.split(",")]

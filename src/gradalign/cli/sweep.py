@@ -11,11 +11,12 @@ from typer import Argument, Option
 
 from gradalign.cli import common
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
-from gradalign.cli.csv import Client, Csv, Regression, Target, load, table_options
+from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
 from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
 
 
+@takes_table
 def sweep(
     recipe: Annotated[str | None, Argument(help="A recipe file or a shipped recipe's name.")] = None,
     algorithm: str | None = Option(None, help="What to tune, e.g. fedga or fedprox (default: the recipe's)."),
@@ -40,10 +41,7 @@ def sweep(
     study: str | None = Option(None, help="The sweep's name in the storage (default: recipe and algorithm)."),
     settings: Settings = None,
     task: UserTask = None,
-    csv: Csv = None,
-    target: Target = None,
-    client: Client = None,
-    regression: Regression = None,
+    table: TableOptions = NO_TABLE,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: int | None = Option(None, min=0, help="The search's seed, and the first of more."),
@@ -69,7 +67,6 @@ def sweep(
         from gradalign.sweep.plan import plan_sweep
         from gradalign.tasks.storage import using_data_folder
 
-        table = table_options(csv, target, client, regression)
         loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
         options = RunOptions(
             device=device, workers=workers, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers()

@@ -14,8 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json
-from gradalign.cli.csv import Client, Csv, Regression, Target, table_options
-from gradalign.errors import GradalignError
+from gradalign.cli.csv import NO_TABLE, TableOptions, takes_table, task_and_options
 
 if TYPE_CHECKING:
     from gradalign.tasks.task import Task
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
 Seed = Annotated[int, Option(min=0, help="The seed of everything random.")]
 
 
-def _task(name: str, seed: int, settings: Sequence[str] = (), table: Mapping[str, Any] | None = None) -> Task:
+def _task(name: str, seed: int, settings: Sequence[str] = (), own: Mapping[str, Any] | None = None) -> Task:
     from gradalign.recipes import parse_settings
     from gradalign.recipes.build import build_task
 
-    own = {key: value for key, value in (table or {}).items() if key != "name"}
-    return build_task(name, seed=seed, options=own | parse_settings(settings))
+    return build_task(name, seed=seed, options={**(own or {}), **parse_settings(settings)})
 
 
 def _mark(check: Check, text: str) -> str:
@@ -133,13 +131,11 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
     console.print(f"\n{plain(found.sentence)}", highlight=False)
 
 
+@takes_table
 def diagnose(
     task: Annotated[str | None, Argument(help="A task's name, or package.module:function.")] = None,
     settings: TaskSettings = None,
-    csv: Csv = None,
-    target: Target = None,
-    client: Client = None,
-    regression: Regression = None,
+    table: TableOptions = NO_TABLE,
     as_json: AsJson = False,
     seed: Seed = 0,
     clients: int = Option(20, help="Measure at most this many clients."),
@@ -155,10 +151,8 @@ def diagnose(
         from gradalign.theory.diagnose import diagnose as measure
 
         check_device(device)
-        table = table_options(csv, target, client, regression)
-        if (task is None) == (table is None):
-            raise GradalignError("name a task, or a table: --csv FILE --target COLUMN --client COLUMN")
-        made = _task(task or "table", seed, settings or (), table)
+        name, own = task_and_options(task, table)
+        made = _task(name, seed, settings or (), own)
         found = measure(
             made, lr=lr, steps=steps, clients=clients, examples=examples, splits=splits, seed=seed, device=device
         )

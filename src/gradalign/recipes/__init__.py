@@ -52,11 +52,11 @@ class Recipe:
 
         When the command line chooses another algorithm, the file's parameters of its own one are left behind.
         """
-        from gradalign.recipes.scale import lay_over
+        from gradalign.recipes.scale import lay_settings
 
         name = found(self.changes, "algorithm", "name")
         data = self.data if name is None else _fitting(self.data, str(name))
-        return _checked(lay_over(data, self.changes), self.source)
+        return _checked(lay_settings(data, self.changes), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
@@ -68,14 +68,14 @@ class Recipe:
 
     def tables_for(self, entry: str) -> dict[str, Any]:
         """Return the tables of one entry of a comparison before they are scaled and checked."""
-        from gradalign.recipes.scale import lay_over
+        from gradalign.recipes.scale import lay_over, lay_settings
 
         settings = self.compare.settings.get(entry, {})
         if not isinstance(settings.get("algorithm", {}), Mapping):
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
         name = merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"]
         data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
-        data = lay_over(lay_over(data, settings), _fitting(self.changes, name))
+        data = lay_settings(lay_over(data, settings), _fitting(self.changes, name))
         data["algorithm"]["name"] = name
         return data
 
