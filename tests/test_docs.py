@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradalign.recipes.build import build_federation
-from gradalign.recipes.spec import TrackingSpec, validate
+from gradalign.recipes.spec import validate
+from gradalign.recipes.tracking import TrackingSpec
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,13 @@ from gradalign.engines import Engine, under_torchrun
 from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
 from gradalign.errors import GradalignError, whole
+from gradalign.server.all_rounds import Tell
 from gradalign.server.federation import Federation, describe, make_federation
 from gradalign.server.measure import Measure
-from gradalign.server.runner import CHECKPOINT_SECONDS, Result, RunOptions, Tell, conduct
-from gradalign.tasks.task import Task
+from gradalign.server.monitor import EarlyStopping, OnRound
+from gradalign.server.result import Result
+from gradalign.server.runner import CHECKPOINT_SECONDS, RunOptions, conduct
+from gradalign.tasks.task import Task, with_metrics
 from gradalign.tracking import Tracker, Trackers
 
 if TYPE_CHECKING:
@@ -51,6 +55,9 @@ def run(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool | None = None,
     trackers: Sequence[Tracker] = (),
+    on_round: OnRound | None = None,
+    early_stopping: EarlyStopping | Mapping[str, float] | None = None,
+    keep_best: bool | None = None,
 ) -> Result:
     """Train a task with an algorithm and return the history and the final model.
 
@@ -76,15 +83,24 @@ def run(
         checkpoint_seconds: How much work a crash may cost: a checkpoint at most this often, 0 for every round.
         progress: Show a progress bar; None shows one in a terminal.
         trackers: Who else is told each row, e.g. ``TensorBoard()`` or an object of your own; see ``Tracker``.
+        on_round: Called after every round with its row, a mapping like one of metrics.jsonl, before that is written.
+            Returns ``gradalign.STOP`` (True) or raises ``StopTraining`` to end the run there, as if it were the last
+            round. Under torchrun rank 0 alone calls it.
+        early_stopping: A short form of ``Measure(early_stopping=...)``.
+        keep_best: A short form of ``Measure(keep_best=...)``.
     """
     rounds, seed = whole("rounds", rounds, 1), whole("seed", seed, 0)
     local = LocalTraining() if local is None else local
     measure = Measure() if measure is None else measure
+    if on_round is not None and not callable(on_round):
+        raise GradalignError(f"on_round must be a function of a row, got {on_round!r}")
     for name, given, kind in (("task", task, Task), ("local", local, LocalTraining), ("measure", measure, Measure)):
         if not isinstance(given, kind):
             raise GradalignError(f"{name} must be a gradalign.{kind.__name__}, got {type(given).__name__}")
+    short: dict[str, Any] = {"early_stopping": early_stopping, "keep_best": keep_best}
+    measure = replace(measure, **{name: value for name, value in short.items() if value is not None})
     federation = make_federation(
-        task,
+        with_metrics(task, measure.metrics),
         combine(algorithm),
         local,
         per_round=clients_per_round,
@@ -108,7 +124,7 @@ def run(
         progress=progress,
         trackers=Trackers(trackers),
     )
-    return conduct(federation, _engine(federation, options), spec, rounds, measure, options)
+    return conduct(federation, _engine(federation, options), spec, rounds, measure, options, on_round=on_round)
 
 
 def run_spec(spec: Spec, options: RunOptions, *, task: Task | None = None, on_row: Tell | None = None) -> Result:

@@ -191,7 +191,7 @@ def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float |
     reached = [rounds_to(run.rows, target) for run in runs if run.failure is None]
     counted = [float(rounds) for rounds in reached if rounds is not None]
     spec = runs[0].planned.spec
-    scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss")
+    scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss", "final_clients_worst_accuracy")
     return {
         "name": name,
         **{score: spread(_known(runs, score)) for score in scores},

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradalign.cli.common import plain
+from gradalign.cli.results import further_rows
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
 from gradalign.recipes.scale import NUMBERS_LEFT_OUT
@@ -86,6 +87,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
         ("data", _data_line(summary["task"])),
         ("scale", summary.get("scale")),
         *scores,
+        *further_rows(summary),
         ("training loss", _number(summary["final_train_loss"])),
         ("r(x)", _number(summary["final_r"])),
         ("rounds", f"{summary['rounds']} ({communication} of communication, {updates:,} local updates)"),
@@ -122,6 +124,8 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     on = plain(summary.get("scored_on", "test"))
     scored = any(entry[f"best_{on}_accuracy"] for entry in entries)
     columns = [f"best {on} accuracy, %", f"final {on} accuracy, %"] if scored else [f"final {on} loss"]
+    by_client = any(entry.get("final_clients_worst_accuracy") for entry in entries)
+    columns += ["worst client, %"] if by_client else []
     columns += ["communication rounds" + (f" to {100 * target:.4g} %" if target else ""), "final r(x)"]
     scale = f", scaled to {summary['scale']}" if summary.get("scale") else ""
     table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {most}{scale}"))
@@ -135,6 +139,7 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         cells = [spread_words(entry[f"final_{on}_loss"], ".4g")]
         if scored:
             cells = [spread_words(entry[f"{which}_{on}_accuracy"], ".2f", 100.0) for which in ("best", "final")]
+        cells += [spread_words(entry.get("final_clients_worst_accuracy"), ".2f", 100.0)] if by_client else []
         cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
         table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if known else []))
     console.print(table)

@@ -31,7 +31,7 @@ from gradalign.errors import GradalignError, LostRankError
 from gradalign.fast import Group, evaluation_spans
 
 _AHEAD = 2  # replies for each rank that may wait for their turn
-_NUMBERS = ("round", "lr", "gradient_examples", "participants", "one_by_one")  # of a broadcast
+_NUMBERS = ("round", "lr", "gradient_examples", "participants", "weight_decay", "one_by_one")  # of a broadcast
 
 
 def _vectors(point: Point) -> tuple[Tensor, Tensor, Tensor]:

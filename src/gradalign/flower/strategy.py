@@ -22,7 +22,8 @@ from gradalign.flower.engine import FlowerEngine
 from gradalign.flower.exchange import Patience, Roster, logger
 from gradalign.server.federation import Federation, describe, make_federation
 from gradalign.server.measure import Measure, Row
-from gradalign.server.runner import CHECKPOINT_SECONDS, Result, RunOptions, conduct
+from gradalign.server.result import Result
+from gradalign.server.runner import CHECKPOINT_SECONDS, RunOptions, conduct
 from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task
 
@@ -132,7 +133,7 @@ class AlignedStrategy:
                     "start the nodes with --node-config 'partition-id=0 num-partitions=3'"
                 )
             total = roster.partitions or 1
-        task = replace(self.task, clients=RemoteClients(total, roster.sizes))
+        task = replace(self.task, clients=RemoteClients(total, roster.sizes), client_tests=None)
         return self._make_federation(task, self.algorithm, self.local, rounds=rounds)
 
     def start(self, grid: Grid, num_rounds: int = 3) -> Result:

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -22,7 +22,7 @@ from gradalign.tasks.digits import digits
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.paper import cifar10, cifar100, emnist, shakespeare
 from gradalign.tasks.table import table_task
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, with_metrics
 
 if TYPE_CHECKING:
     from gradalign.recipes.spec import AlgorithmSpec, LocalSpec, ServerSpec, Settings, Spec
@@ -133,7 +133,7 @@ def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
         own = {key: value for key, value in given.items() if key in known}
         if name in own_tables:
             own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, refusal.format(name))
-        if "beta" in known and "beta" not in own:
+        if any(field.name == "beta" and field.default is MISSING for field in fields(kind)) and "beta" not in own:
             raise GradalignError(f"algorithm.beta is needed for {spec.name}: the strength of the alignment, e.g. 0.1")
         parts.append(_made(kind, own, "algorithm"))
     server_rule = _rule(spec.name)
@@ -251,7 +251,7 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
     algorithm = build_algorithm(spec.algorithm, spec.server)
     local = replace(build_local(spec.local, algorithm), precision=spec.precision)
     return make_federation(
-        task or task_of(spec),
+        with_metrics(task or task_of(spec), spec.measure.metrics),
         algorithm,
         local,
         **spec.clients.model_dump(exclude={"holdout"}),

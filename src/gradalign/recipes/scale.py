@@ -110,7 +110,7 @@ def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     # A step still sees the same share of a client, and curves keep their points.
     if "data_share" in shares:
         changes |= _shrink(plain, "local", ("batch_size", "gradient_examples"), scale.of("batch"))
-    changes |= _shrink(plain, "measure", ("test_every", "train_every"), scale.of("rounds"))
+    changes |= _shrink(plain, "measure", ("test_every", "train_every", "clients_every"), scale.of("rounds"))
     scaled = lay_over(plain, changes)
     return _unlike_paper(scaled) if shares else scaled
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from gradalign.errors import shown_text
 from gradalign.recipes.scale import is_papers_problem
-from gradalign.runs.read import HeldClassCounts, Run, canonical
+from gradalign.runs.clients import HeldClassCounts
+from gradalign.runs.read import Run, canonical
 from gradalign.runs.untrusted import number_of
 
 _LONGEST_NAME = 80
