@@ -71,7 +71,7 @@ def test_an_error_in_the_function_is_named():
 
 def monitor_of(values: list[float | None], **measure) -> tuple[Monitor, list[bool], list[bool]]:
     """Feed a column of test losses; return the monitor, which rows were best so far, and where it would stop."""
-    watched = Monitor(ga.Measure(monitor="loss", **measure), blobs(), ["test_loss"])
+    watched = Monitor(ga.Measure(monitor="loss", **measure), blobs())
     best, stops = [], []
     for number, value in enumerate(values):
         best.append(watched.take({"round": number, "test_loss": value}))

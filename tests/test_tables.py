@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -218,8 +219,11 @@ def test_a_regression_finds_the_least_squares(tmp_path):
     with torch.no_grad():
         outputs = result.model(task.clients.tensors[0][test])
     targets = task.clients.tensors[1][test]
-    assert task.metrics["rmse"](outputs, targets) == pytest.approx(root_mean_squared_error(stay[test], predicted), 1e-4)
-    assert task.metrics["r2"](outputs, targets) == pytest.approx(r2_score(stay[test], predicted), rel=1e-4)
+    expected = root_mean_squared_error(stay[test], predicted), r2_score(stay[test], predicted)
+    assert [task.metrics[name](outputs, targets) for name in ("rmse", "r2")] == pytest.approx(expected, rel=1e-4)
+    assert [result.summary[f"final_test_{name}"] for name in ("rmse", "r2")] == pytest.approx(expected, rel=1e-4)
+    of_a = root_mean_squared_error(stay[rows_of(task)[1][0]], predicted[: len(rows_of(task)[1][0])])
+    assert result.clients[0].metrics["rmse"] == pytest.approx(of_a, rel=1e-4)
     assert result.summary["final_test_accuracy"] is None
     mean_squared = np.mean((stay[test] - predicted) ** 2) / np.var(stay[train])
     assert result.summary["final_test_loss"] == pytest.approx(mean_squared, rel=1e-3)
@@ -248,8 +252,14 @@ def test_engines_agree_and_a_changed_file_is_not_gone_on_with(table):
 
 
 def test_commands_and_recipes_take_tables(table):
+    tested = [len(own) for own in rows_of(ga.table_task(table, "outcome", "hospital"))[1]]
     call("compare", "--csv", table.name, *COLUMNS, *QUICK, "--seeds", 1, "--algorithms", "fedavg", "--out", "c")
     assert json.loads(Path("c/summary.json").read_text())["task"]["clients"] == 3
+    every = Path("c/report.html").read_text().split("<summary>Every client</summary>")[1].split("</details>")[0]
+    assert re.findall(r'<th scope="row">(\w+)</th><td>(\d+)</td>', every) == [
+        (name, str(own)) for name, own in zip(("north", "south", "west"), tested, strict=True)
+    ]
+    assert json.loads(Path("c/fedavg/seed0/holdings.json").read_text())["names"] == ["ill", "well"]
     grid = [word for name in ("lr=0.1", "K=2", "weight_decay=0", "mu=0.1") for word in ("--grid", name)]
     once = ("--algorithm", "fedavg", "--finalists", 1, "--seeds", 1)
     call(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.algorithms.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.algorithms.view import ClientView, Plan
-    from gradalign.api import run
+    from gradalign.api import Comparison, compare, run
     from gradalign.client import LocalTraining
     from gradalign.client.exchange import ClientScore
     from gradalign.errors import DivergedError, GradalignError
@@ -50,7 +50,7 @@ _HOMES = {
     "gradalign.algorithms.rules": "FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
     "gradalign.algorithms.schedule": "Cosine OffUntil Steps Warmup",
     "gradalign.algorithms.view": "ClientView Plan",
-    "gradalign.api": "run",
+    "gradalign.api": "Comparison compare run",
     "gradalign.client": "LocalTraining",
     "gradalign.client.exchange": "ClientScore",
     "gradalign.errors": "DivergedError GradalignError",
@@ -66,12 +66,12 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = ["STOP", "Algorithm", "ClientScore", "ClientView", "Cosine", "DivergedError", "EarlyStopping"]
+__all__ = ["STOP", "Algorithm", "ClientScore", "ClientView", "Comparison", "Cosine", "DivergedError", "EarlyStopping"]
 __all__ += ["FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedGA", "FedInit", "FedLESAM"]
 __all__ += ["FedProx", "FedSAM", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
 __all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result"]
 __all__ += ["RunInfo", "Scaffold", "ServerRule", "Steps", "StopTraining", "Task", "TensorBoard", "Tracker", "Warmup"]
-__all__ += ["WeightsAndBiases", "__version__", "hold_out", "run", "table_task"]
+__all__ += ["WeightsAndBiases", "__version__", "compare", "hold_out", "run", "table_task"]
 
 
 def __getattr__(name: str) -> Any:

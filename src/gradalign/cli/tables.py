@@ -14,11 +14,12 @@ from gradalign.cli.common import plain
 from gradalign.cli.results import further_rows
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
-from gradalign.recipes.scale import NUMBERS_LEFT_OUT
+from gradalign.recipes.paper import NUMBERS_LEFT_OUT
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import is_there, read_spec, read_table
 from gradalign.sweep.grid import describe_point
+from gradalign.sweep.protocol import Scoring
 from gradalign.tracking.progress import score_words
 
 
@@ -186,7 +187,8 @@ def _stages_table(summary: Mapping[str, Any]) -> Table:
         best, words = stage["best"], ("–", "–")
         if best is not None:
             varied = {name: best["values"][name] for name in stage["varied"]}
-            score = score_words(best["score"], accuracies=summary["score"] == "accuracy")
+            shown = Scoring(summary["score"], summary.get("larger_is_better", summary["score"] == "accuracy"))
+            score = score_words(shown.name, shown.shown(best["score"]))
             words = (describe_point(varied or best["values"]), score)
         early = str(stage["pruned"]) + (f" (+ {stage['diverged']} diverged)" if stage["diverged"] else "")
         table.add_row(*map(plain, (stage["name"], stage["algorithm"], stage["trials"], early, *words)))
@@ -196,7 +198,7 @@ def _stages_table(summary: Mapping[str, Any]) -> Table:
 def _finalists_table(summary: Mapping[str, Any]) -> Table:
     table = Table(title=f"the finalists, {seeds_words(summary)}")
     table.add_column("values", overflow="fold")
-    what, unit, form, scale = "loss", "", ".4g", 1.0
+    what, unit, form, scale = summary["score"], "", ".4g", 1.0
     if summary["score"] == "accuracy":
         what, unit, form, scale = "accuracy", ", %", ".2f", 100.0
     for name in ("validation", "test"):

@@ -19,7 +19,6 @@ from gradalign.recipes.spec import Portion, Section, Spec, TaskSpec, checked
 _SHARES = {"client_share": "clients", "data_share": "data"}  # the task's settings that a scale makes use of
 _BY_CLASS = ("one-class", "separate", "classes")  # partitions that give clients their classes
 _COUNTS = {"rounds": ("rounds",), "per_round": ("clients", "per_round"), "batch": ("local", "batch_size")}
-NUMBERS_LEFT_OUT = "its numbers are left out here, where the clients or their examples are not the paper's"
 
 
 class ScaleSpec(Section):
@@ -64,25 +63,6 @@ def _problem(tables: Mapping[str, Any]) -> Any:
 
 def _unlike_paper(tables: dict[str, Any]) -> dict[str, Any]:
     return merge(tables, {"paper": {"applies": False}}) if isinstance(tables.get("paper"), Mapping) else tables
-
-
-def is_papers_problem(spec: Mapping[str, Any]) -> bool:
-    """Return whether a spec's problem is the one that its [paper] numbers are of; the run may be shorter."""
-    task = found(spec, "task")
-    fewer = {"client_share", "data_share", "train_limit", "test_limit"} & set(task if isinstance(task, Mapping) else ())
-    return found(spec, "paper", "applies") is not False and not fewer
-
-
-def paper_note(spec: Spec) -> dict[str, Any] | None:
-    """Return what a summary says of the paper beside its numbers; None where the recipe knows of no paper."""
-    if spec.paper is None:
-        return None
-    return {"source": spec.paper.source, "claim": spec.paper.claim, "applies": is_papers_problem(spec.to_dict())}
-
-
-def paper_number(spec: Spec, entry: str) -> Any:
-    """Return the paper's accuracy of an algorithm; None where there is none, or the problem is another."""
-    return spec.paper.test_accuracy.get(entry) if spec.paper and is_papers_problem(spec.to_dict()) else None
 
 
 def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class AllRounds:
         self.federation, self.engine, self.rounds, self.folder = federation, engine, rounds, folder
         self.measure = settle(measure, federation, rounds)
         self.columns = row_columns(self.measure, federation)
-        self.monitor = Monitor(self.measure, federation.task, [*self.columns, *RoundFacts.__dataclass_fields__])
+        self.monitor = Monitor(self.measure, federation.task)
+        self.monitor.check(federation.task, [*self.columns, "local_loss"])
         self.on_round = on_round
         self.rows: list[Row] = []
         self.clients: ClientResults | None = None

@@ -6,7 +6,7 @@ All of it is worked out from the rows, one after the other, so a resumed run com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -55,41 +55,42 @@ class EarlyStopping:
 
 
 class Monitor:
-    """The monitored metric of a run: its best so far, and how long that has been.
+    """The monitored metric of a run: its best so far, and how long that has been."""
 
-    ``columns`` are all that the run's rows have.
-    """
-
-    def __init__(self, measure: Measure, task: Task, columns: list[str]) -> None:
-        scored = task.scored_on
+    def __init__(self, measure: Measure, task: Task) -> None:
+        scored, name = task.scored_on, measure.monitor
+        # Where training examples are held out, as in a sweep, the same metric is the one on those.
+        bare = (name or "").removeprefix("test_").removeprefix("validation_")
+        name = bare if bare in ("accuracy", "loss", *task.metrics) else name
         self._scores = f"{scored}_accuracy", f"{scored}_loss"
-        self._column, self._rule = None, measure.early_stopping
-        name = measure.monitor
-        if name is not None:
-            self._column = next((column for column in (f"{scored}_{name}", name) if column in columns), None)
-            if self._column is None:
-                known = ", ".join([f"{scored}_accuracy", f"{scored}_loss", *task.metrics])
-                raise GradalignError(f'measure.monitor: "{name}" is not measured in this run; give one of {known}')
+        self._column = f"{scored}_{name}" if name == bare and name else name
+        self._rule, self._follows = measure.early_stopping, measure.early_stopping is not None or measure.keep_best
         metric = task.metrics.get(name or "")
-        self._larger = larger_is_better(name or "", metric) if measure.mode is None else measure.mode == "max"
-        follows = self._rule is not None or measure.keep_best
-        if follows and (self._column or self._scores[1]).startswith(f"{scored}_") and task.test_examples is None:
+        self.larger = larger_is_better(name or "", metric) if measure.mode is None else measure.mode == "max"
+        self.name = self._column or self._scores[0]
+        self.best: float | None = None
+        self.best_round: int | None = None
+        self._beat, self._waited = -math.inf, 0
+
+    def check(self, task: Task, columns: Sequence[str]) -> None:
+        """Refuse to follow what a run with these columns does not measure."""
+        if self._column is not None and self._column not in columns:
+            known = ", ".join([*self._scores, *task.metrics])
+            problem = f'"{self._column}" is not measured in this run; give one of {known}'
+            raise GradalignError(f"measure.monitor: {problem}")
+        if self._follows and self.name.startswith(f"{task.scored_on}_") and task.test_examples is None:
             raise GradalignError(
                 f"early stopping and keep_best follow a metric, and the task {task.name} has no test examples; give "
                 'Task(test=...), or hold some out, or set measure.monitor to another column such as "train_loss"'
             )
-        self.best: float | None = None
-        self.best_round: int | None = None
-        self.name = self._column or self._scores[0]
-        self._beat, self._waited = -math.inf, 0
 
     def value(self, row: Mapping[str, Any]) -> float | None:
         """Return the metric as it is maximised: the accuracy, or minus the loss where there is none, by default."""
         if self._column is not None:
             value = row.get(self._column)
-            return None if value is None else float(value if self._larger else -value)
+            return None if value is None else float(value if self.larger else -value)
         accuracy, loss = (row.get(column) for column in self._scores)
-        return score_of(accuracy, loss)
+        return float(accuracy) if accuracy is not None else None if loss is None else -float(loss)
 
     def take(self, row: Mapping[str, Any]) -> bool:
         """Take the next row; return whether it is the best so far."""
@@ -119,13 +120,6 @@ class Monitor:
     def facts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a summary says of it, given the best row."""
         return {"name": self.name, "best": row.get(self.name), "round": self.best_round}
-
-
-def score_of(accuracy: float | None, loss: float | None) -> float | None:
-    """Return what is maximised when nothing else is asked for: the accuracy, or minus the loss where there is none."""
-    if accuracy is not None:
-        return float(accuracy)
-    return None if loss is None else -float(loss)
 
 
 def ask(on_round: OnRound | None, row: Mapping[str, Any]) -> str | None:

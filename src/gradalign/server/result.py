@@ -51,16 +51,24 @@ class Result:
         """Return a data frame of pandas, or of polars where pandas is not installed.
 
         Args:
-            what: "history", a row for each round, or "clients", a row for each client.
+            what: "history", a row for each round, "clients", a row for each client, or "summary", one row.
         """
+        return frame_of(self.columns_of(what))
+
+    def columns_of(self, what: str) -> dict[str, list[Any]]:
+        """Return what ``to_frame`` makes a data frame of."""
         if what == "history":
-            return frame_of(self.history)
+            return self.history
+        if what == "summary":
+            numbers = {name: value for name, value in self.summary.items() if not isinstance(value, dict | list)}
+            return {name: [value] for name, value in numbers.items()}
+        if what != "clients":
+            raise GradalignError(f'there are frames of "history", "clients" and "summary", and none of {what!r}')
         table = {} if self.client_results is None else self.client_results.to_table()
         columns = dict(table.get("clients", {}))
         tuned = table.get("personalized", {})
         own = ("client", "examples")
-        columns |= {f"personalized_{name}": values for name, values in tuned.items() if name not in own}
-        return frame_of(columns)
+        return columns | {f"personalized_{name}": values for name, values in tuned.items() if name not in own}
 
     def plot(self, *columns: str, over: str = "communication_rounds") -> Any:
         """Draw columns of the history, the score and r(x) by default; return matplotlib's figure.

@@ -32,6 +32,7 @@ from gradalign.server.result import Result
 from gradalign.server.summary import columns
 from gradalign.tasks.divide import class_counts_note
 from gradalign.tracking import RunInfo, Trackers
+from gradalign.tracking.line import in_notebook, rounds_line
 
 CHECKPOINT_SECONDS = 10.0
 _MOST_WORKERS = 1000
@@ -69,17 +70,19 @@ class RunOptions:
     @contextmanager
     def bar(self, label: str, rounds: int) -> Iterator[Tell]:
         """Show the rounds' progress where that is asked for, or there is a terminal to show it in."""
-        show = self.progress
+        show, notebook = self.progress, in_notebook()
         if show is None:  # a program may have no standard error at all
-            show = sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None
+            show = notebook or (sys.stderr is not None and sys.stderr.isatty())
         if not show:
             yield lambda row: None
-            return
-        errors.need("rich", "cli")
-        from gradalign.tracking.progress import rounds_bar
+        elif notebook or find_spec("rich") is None:
+            with rounds_line(rounds, label, sys.stdout if notebook else sys.stderr) as write:
+                yield write
+        else:
+            from gradalign.tracking.progress import rounds_bar
 
-        with rounds_bar(rounds, label) as tick:
-            yield lambda row: tick(label, row)
+            with rounds_bar(rounds, label) as tick:
+                yield lambda row: tick(label, row)
 
 
 def conduct(

@@ -33,7 +33,9 @@ class Column:
 
     def words(self, value: float) -> str:
         """Return a value as the file has it."""
-        return f"{value:g}" if self.levels is None else self.levels[int(value)]
+        if self.levels is not None:
+            return self.levels[int(value)]
+        return str(int(value)) if float(value).is_integer() else f"{value:.12g}"
 
     def require_whole(self, what: str) -> None:
         """Refuse missing values in a column that must have none."""

@@ -198,7 +198,7 @@ def class_counts_of(task: Task, most: int | None = None) -> ClassCounts:
     if labels is None or any(len(own) and own.min() < 0 for own in labels):
         raise GradalignError(f"the task {task.name} does not divide labelled examples among clients")
     classes = 1 + max((int(own.max()) for own in labels if len(own)), default=0)
-    names = CLASS_NAMES.get(task.name, ())
+    names = tuple(task.class_names) or CLASS_NAMES.get(task.name, ())
     if len(names) < classes:  # a task of the user's own may have the name of ours
         names = tuple(map(str, range(classes)))
     if len(names) > _MOST_CLASSES:

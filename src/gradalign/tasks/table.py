@@ -72,7 +72,7 @@ def table_task(
     file, digest = read_table(path), file_digest(path)
     if sha256 not in (None, digest):
         raise GradalignError(f"{path} has changed: its SHA-256 is {digest}, and task.sha256 says {sha256}")
-    owners, small = _owners(file.column(str(client)), whole("task.min_rows", min_rows, 1))
+    owners, names, small = _owners(file.column(str(client)), whole("task.min_rows", min_rows, 1))
     goal = _goal(file.column(str(target)), owners >= 0, kind)
     together = None if group is None else file.column(group)
     parts = [np.flatnonzero(owners == one) for one in range(owners.max() + 1)]
@@ -99,6 +99,8 @@ def table_task(
         loss=F.cross_entropy if goal.classes else F.mse_loss,
         metrics=goal.metrics(train, tested),
         groups=None if together is None else [together.values[own].astype(np.int64) for own in train],
+        client_names=names,
+        class_names=goal.classes,
         facts={
             "target": words,
             "inputs": f"{len(columns) - len(left_out)} columns as {sizes[0]} inputs",
@@ -128,8 +130,8 @@ def _check_words(needed: Mapping[str, Any], kind: Any, model: Any, statistics: A
     return Path(needed["path"])
 
 
-def _owners(column: Column, min_rows: int) -> tuple[Rows, dict[str, int]]:
-    """Return the number of each row's client, −1 where that is too small; and the small clients with their rows."""
+def _owners(column: Column, min_rows: int) -> tuple[Rows, list[str], dict[str, int]]:
+    """Return the number of each row's client, −1 where that is small, the clients' names, and the small ones' rows."""
     column.require_whole("the client")
     values, owners, counts = np.unique(column.values, return_inverse=True, return_counts=True)
     if len(values) == 1:
@@ -142,7 +144,8 @@ def _owners(column: Column, min_rows: int) -> tuple[Rows, dict[str, int]]:
             "a federation needs two; is it the right column? If it is, lower task.min_rows"
         )
     small = {column.words(value): int(count) for value, count in zip(values[~large], counts[~large], strict=True)}
-    return np.where(large, np.cumsum(large) - 1, -1)[owners], small
+    names = [column.words(value) for value in values[large]]
+    return np.where(large, np.cumsum(large) - 1, -1)[owners], names, small
 
 
 @dataclass(frozen=True)

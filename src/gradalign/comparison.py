@@ -14,24 +14,20 @@ from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
 from gradalign.recipes import Recipe, unused_changes
 from gradalign.recipes.build import build_federation, task_of
-from gradalign.recipes.scale import describe_scale, paper_note, paper_number
+from gradalign.recipes.paper import paper_note, paper_number
+from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
 from gradalign.report.statistics import spread_of
 from gradalign.runs import (
-    COMPARISON,
     CURVES,
     METRICS,
-    SPEC,
     SUMMARY,
-    differing_fields,
     safe_name,
     write_json,
-    write_toml,
 )
-from gradalign.runs.folder import locked, refuse_strangers
+from gradalign.runs.compared import comparison_folder
 from gradalign.runs.metrics import read_metrics
-from gradalign.runs.untrusted import read_table as read_toml
 from gradalign.server.measure import Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
 from gradalign.tasks.task import Task
@@ -101,20 +97,7 @@ def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) ->
         "algorithms": list(dict.fromkeys(one.entry for one in planned)),
         "seeds": sorted({one.seed for one in planned}),
     }
-    with locked(folder):
-        if (folder / SPEC).exists():
-            raise GradalignError(f"{folder} holds a single run, not a comparison; choose another --out")
-        if (folder / COMPARISON).exists():
-            if not resume:
-                raise GradalignError(
-                    f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
-                )
-            differing = differing_fields(read_toml(folder / COMPARISON), description)
-            if differing:
-                raise GradalignError(f"{folder} holds another comparison: {'; '.join(differing)}")
-        else:
-            refuse_strangers(folder, set())
-            write_toml(folder / COMPARISON, description)
+    with comparison_folder(folder, description, resume=resume):
         yield
 
 
