@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common.constant import ErrorCode
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
+from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 
 from gradalign.algorithms.plan import Algorithm
 from gradalign.client.trainer import ClientTrainer, Setup, one_thread
@@ -16,7 +19,7 @@ from gradalign.errors import GradalignError
 from gradalign.fast import client_trainer
 from gradalign.flower import messages
 from gradalign.flower.client_round import ClientRound, leaving
-from gradalign.flower.messages import ARRAYS, CONFIG, METRICS, PARTITION, PARTITIONS
+from gradalign.flower.messages import ARRAYS, CONFIG, METRICS, ORDER, PARTITION, PARTITIONS
 from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task
 
@@ -31,19 +34,68 @@ def partition_of(context: Context) -> int:
     return value
 
 
-def at_the_door(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """The outermost Flower mod: sees replies as the server will, and asks it for a vector that is lost or differs."""
-    token = leaving.set([])
-    try:
-        answer = call_next(message, context)
-        for look in leaving.get() or ():
-            look(answer)
+def door(mods: Sequence[Mod]) -> Mod:
+    """Return the outermost Flower mod.
+
+    It sees replies as the server will, asks it for a vector that is lost or differs, and says so when the other mods
+    are not those that the server counts on: what was to be clipped or masked must not leave as it is.
+    """
+    masks = any(getattr(mod, "__name__", "") in ("secaggplus_mod", "secagg_mod") for mod in mods)
+
+    def check(message: Message) -> None:
+        configs = message.content.config_records
+        if not message.metadata.message_type.startswith(messages.TRAIN):
+            return
+        if RECORD_KEY_CONFIGS in configs and not masks:
+            raise GradalignError("the server aggregates securely; give this app mods=[secaggplus_mod]")
+        if masks and RECORD_KEY_CONFIGS not in configs:
+            raise GradalignError("this app masks its updates, and the server does not run Flower's SecAggPlusWorkflow")
+        if not mods and any(KEY_CLIPPING_NORM in config for config in configs.values()):
+            raise GradalignError(f"the server sends a {KEY_CLIPPING_NORM}, and this app has no mod that clips updates")
+
+    def at_the_door(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        token = leaving.set([])
+        try:
+            check(message)
+            answer = call_next(message, context)
+            for look in leaving.get() or ():
+                look(answer)
+            return _addressed(answer, message)
+        except messages.MemoryLostError as lost:
+            numbers = MetricRecord({messages.LOST: 1, messages.DIFFERS: int(lost.differs)})
+            return Message(RecordDict({METRICS: numbers}), reply_to=message)
+        finally:
+            leaving.reset(token)
+
+    return at_the_door
+
+
+def _addressed(answer: Message, message: Message) -> Message:
+    """Return an error as a reply to the server's message: Flower's mods make some in reply to the app's reply."""
+    if not answer.has_error():
         return answer
-    except messages.MemoryLostError as lost:
-        numbers = MetricRecord({messages.LOST: 1, messages.DIFFERS: int(lost.differs)})
-        return Message(RecordDict({METRICS: numbers}), reply_to=message)
-    finally:
-        leaving.reset(token)
+    code, reason = answer.error.code, answer.error.reason
+    if code == ErrorCode.MOD_FAILED_PRECONDITION and ORDER in message.content.config_records.get(CONFIG, {}):
+        reason = f"{reason} With AlignedStrategy, a mod that works on arrays goes in as on_update(mod)."
+    return Message(Error(code=code, reason=reason), reply_to=message)
+
+
+def tell_partition(
+    app: ClientApp, examples: Callable[[Context], int] | None, *, stock: bool = False
+) -> ClientAppCallable:
+    """Return the function that tells the server whose data is here, and what the app can do."""
+
+    def partition(message: Message, context: Context) -> Message:
+        known = {PARTITION: partition_of(context), messages.STOCK: int(stock)}
+        known[messages.EVALUATES] = int("evaluate.default" in app._registered_funcs)
+        if examples is not None:
+            known[messages.EXAMPLES] = examples(context)
+        total = context.node_config.get(PARTITIONS)
+        if isinstance(total, int):
+            known[PARTITIONS] = total
+        return Message(RecordDict({METRICS: MetricRecord(dict(known))}), reply_to=message)
+
+    return partition
 
 
 def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Iterable[Mod] = ()) -> ClientApp:
@@ -56,18 +108,9 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
             goes by the client's first reply in each round.
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
     """
-    app = ClientApp(mods=[at_the_door, *mods])
-
-    @app.query("partition")
-    def partition(message: Message, context: Context) -> Message:
-        known = {PARTITION: partition_of(context)}
-        if examples is not None:
-            known[messages.EXAMPLES] = examples(context)
-        total = context.node_config.get(PARTITIONS)
-        if isinstance(total, int):
-            known[PARTITIONS] = total
-        return Message(RecordDict({METRICS: MetricRecord(dict(known))}), reply_to=message)
-
+    mods = list(mods)
+    app = ClientApp(mods=[door(mods), *mods])
+    app.query("partition")(tell_partition(app, examples))
     return app
 
 
@@ -93,9 +136,7 @@ def on_update(mod: Mod, *, gradients: bool = True) -> Mod:
         zeros = {name: Array(np.zeros_like(array.numpy())) for name, array in carried.items()}
         reply.content[ARRAYS] = ArrayRecord(carried)
         content = RecordDict({ARRAYS: ArrayRecord(zeros), CONFIG: message.content.config_records[CONFIG]})
-        shown = Message(content, reply_to=message)
-        shown.metadata.__dict__.update(message.metadata.__dict__)  # so that an error reply finds its way
-        answer = mod(shown, context, lambda *_: reply)
+        answer = mod(messages.in_place_of(message, content), context, lambda *_: reply)
         if not answer.has_error():
             answer.content[ARRAYS] = ArrayRecord({**answer.content.array_records[ARRAYS], **rest})
         return answer

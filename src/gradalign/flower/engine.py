@@ -186,7 +186,7 @@ class FlowerEngine(Engine):
         return replace(
             self._order(told, who.client),
             lr=told.lr,
-            parts=tuple({"name": label} | values for label, values in told.algorithm.values().items()),
+            parts=messages.encoded_parts(told.algorithm),
             weight=who.share,
             participants=told.participants,
             memory={part.label: last for part in told.algorithm.keepers},
