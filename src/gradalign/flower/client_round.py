@@ -9,7 +9,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor
 
-from gradalign.algorithms.plan import Algorithm, Combination
+from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.view import Plan
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import Point
@@ -34,11 +34,6 @@ def _remember_as_sent(name: str, made: Tensor, remember: Callable[[Tensor], None
     waiting = leaving.get()
     if waiting is not None:
         waiting.append(look)
-
-
-def needs_step_sizes(algorithm: Combination) -> bool:
-    """Return whether anyone reckons with what a round's step sizes add up to."""
-    return any(part.keeps or part.extra_down for part in algorithm.parts)
 
 
 class ClientRound:

@@ -177,8 +177,8 @@ class FlowerEngine(Engine):
     def _order(self, told: Broadcast, client: int) -> Order:
         # lr is sent by itself: a schedule is the server's affair, and a number would make a new trainer every round.
         local, seed, fast = replace(self._federation.local, lr=1.0), self._federation.seed, self._federation.fast
-        limit = told.gradient_examples
-        return Order(client=client, round=told.round, seed=seed, local=local, fast=fast, limit=limit)
+        limit, sizes = told.gradient_examples, messages.needs_step_sizes(self._federation.algorithm)
+        return Order(client=client, round=told.round, seed=seed, local=local, fast=fast, limit=limit, step_sizes=sizes)
 
     def _train_order(self, told: Broadcast, who: Participant, own: Mapping[str, Tensor]) -> Order:
         last = self._last_heard(who.client, told.round)

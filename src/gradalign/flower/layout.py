@@ -27,6 +27,8 @@ class Layout:
     """
 
     entries: tuple[tuple[str, tuple[int, ...], str, int], ...]
+    exact: bool = True
+    """Whether x has what is trained and nothing else; arrays without a model may be running means as well."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Layout:
@@ -44,7 +46,7 @@ class Layout:
                 where = "floats" if value.is_floating_point() else "ints"
                 offset, ends[where] = ends[where], ends[where] + value.numel()
             entries.append((name, tuple(value.shape), where, offset))
-        return cls(tuple(entries))
+        return cls(tuple(entries), exact=not isinstance(model, NamedArrays))
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, Tensor]) -> Layout:
@@ -52,14 +54,15 @@ class Layout:
         floats = {name: value.numel() for name, value in arrays.items() if value.is_floating_point()}
         begins = dict(zip(floats, accumulate(floats.values(), initial=0), strict=False))
         places = {name: ("x", begins[name]) if name in begins else (f"rest.{name}", 0) for name in arrays}
-        return cls(tuple((name, tuple(value.shape), *places[name]) for name, value in arrays.items()))
+        return cls(tuple((name, tuple(value.shape), *places[name]) for name, value in arrays.items()), exact=False)
 
     def encode(self) -> str:
-        return json.dumps(self.entries)
+        return json.dumps([self.exact, self.entries])
 
     @classmethod
     def decode(cls, text: str) -> Layout:
-        return cls(tuple((name, tuple(shape), where, offset) for name, shape, where, offset in json.loads(text)))
+        exact, entries = json.loads(text)
+        return cls(tuple((name, tuple(shape), where, offset) for name, shape, where, offset in entries), exact)
 
     def named(self, vectors: Mapping[str, Tensor]) -> Named:
         """Return the arrays that vectors hold."""

@@ -90,6 +90,8 @@ class Order:
     participants: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
     """For each keeper: the round after which the server last heard of this client's k_i, −1 for never."""
+    step_sizes: bool = False
+    """Whether anyone reckons with what the round's step sizes add up to."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """Of the client's vectors as the server has them; what a client holds counts only where it is the same."""
 
@@ -110,6 +112,11 @@ class Order:
 def encoded_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
     """Return the parts of an algorithm as ``Order.parts`` has them; the server's rule stays on the server."""
     return tuple({"name": label} | values for label, values in algorithm.values().items())
+
+
+def needs_step_sizes(algorithm: Combination) -> bool:
+    """Return whether anyone reckons with what a round's step sizes add up to."""
+    return any(part.keeps or part.extra_down for part in algorithm.parts)
 
 
 def algorithm_of(order: Order, more: Iterable[type[Algorithm]]) -> Combination:
@@ -165,9 +172,7 @@ def received_point(arrays: ArrayRecord, like: Point | None) -> Point:
     return Point(vector("x", like.x), vector("floats", like.floats), vector("ints", like.ints))
 
 
-def reply(
-    message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str, Any], *, unread: str = ""
-) -> Message:
+def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str, Any], *, unread: str = "") -> Message:
     """Return a reply; empty vectors and unknown numbers are left out. ``unread`` names the settings not followed."""
     arrays = {name: to_array(vector) for name, vector in vectors.items() if vector.numel()}
     numbers: dict[str, Any] = {name: value for name, value in metrics.items() if value is not None}
@@ -234,9 +239,9 @@ def read_size(message: Message, key: str = EXAMPLES) -> float:
     if key not in metrics:
         hint = "; give aligned_app(examples=…)" if key == EXAMPLES else ""
         raise BadReplyError(f'its reply has no number called {key}, and weights="examples" needs one{hint}')
-    size = _number(metrics, key)
+    size, least = _number(metrics, key), "at least 1" if key == EXAMPLES else "more than 0"
     if size < 1 if key == EXAMPLES else size <= 0:
-        raise BadReplyError(f'its {key} is {size:g}, and weights="examples" needs {"at least 1" if key == EXAMPLES else "more than 0"}')
+        raise BadReplyError(f'its {key} is {size:g}, and weights="examples" needs {least}')
     return size
 
 

@@ -8,7 +8,7 @@ after all noise and never from a single client: it tells nobody anything that th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,14 +26,22 @@ from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.view import SharedSums
 from gradalign.client import LocalTraining
 from gradalign.errors import GradalignError, real
-from gradalign.flower.client_round import needs_step_sizes
-from gradalign.flower.messages import EXAMPLES, ORDER, SHARED, TOTAL_STEP_SIZE, Order, encoded_parts, to_tensor
+from gradalign.flower.messages import (
+    EXAMPLES,
+    ORDER,
+    SHARED,
+    TOTAL_STEP_SIZE,
+    Order,
+    encoded_parts,
+    needs_step_sizes,
+    to_tensor,
+)
 
 
 class _Teller:
     """What the server tells clients beside x: the algorithm with this round's values, and s."""
 
-    def __init__(self, algorithm: Algorithm | Combination, total_step_size: float | None) -> None:
+    def __init__(self, algorithm: Algorithm | Combination, total_step_size: float | None, weight_decay: float) -> None:
         self.algorithm = combine(algorithm)
         for part in self.algorithm.parts:
             changed = type(part).multiple is not Algorithm.multiple or type(part).offset is not Algorithm.offset
@@ -45,25 +53,48 @@ class _Teller:
         if type(self.algorithm.server) is not ServerRule:
             raise GradalignError("the server's rule is the strategy's here; leave it out of the algorithm")
         self._fixed = None if total_step_size is None else real("total_step_size", total_step_size, 0.0)
-        self._size, self._before = self._fixed, torch.empty(0)
+        self._size, self._local = self._fixed, LocalTraining(weight_decay=weight_decay)
+        self._before: tuple[Combination, Tensor] | None = None
         self._shared: dict[str, Tensor] = {}
+        self._numbers: dict[str, Mapping[str, float]] = {}
 
-    def tell(self, round_index: int, x: Tensor, reported: int = 1) -> dict[str, Any]:
-        """Return the further values of a round's config, given the point that was given out."""
-        algorithm = self.algorithm.at(round_index)
-        moved = x.shape == self._before.shape and bool((x != self._before).any())
-        if moved and self._size and needs_step_sizes(algorithm):
-            sums = SharedSums(
-                update=x - self._before, kept_change=None, total_step_size=self._size, reported=1, clients=1
-            )
-            for part in algorithm.parts:
-                new = part.next_shared(self._shared.get(part.label), sums)
-                if new is not None:
-                    self._shared[part.label] = new
-        self._before = x
-        order = Order(client=0, round=round_index, seed=0, local=LocalTraining(), parts=encoded_parts(algorithm))
-        shared = {SHARED + label: vector.numpy().tobytes() for label, vector in self._shared.items()}
+    def tell(self, round_index: int, x: Tensor) -> dict[str, Any]:
+        """Return the further values of a round's config, given the point that the strategy gives out."""
+        if self._before is not None and self._size:
+            self._learn(*self._before, x, self._size)
+        algorithm = self.algorithm.at(round_index).informed(self._numbers)
+        self._before = algorithm, x
+        order = Order(
+            client=0,
+            round=round_index,
+            seed=0,
+            local=self._local,
+            parts=encoded_parts(algorithm),
+            step_sizes=needs_step_sizes(self.algorithm),
+        )
+        sent = {part.label for part in algorithm.parts if part.extra_down}
+        shared = {SHARED + label: s.numpy().tobytes() for label, s in self._shared.items() if label in sent}
         return {ORDER: order.encode(), **shared}
+
+    def _learn(self, algorithm: Combination, before: Tensor, x: Tensor, total_step_size: float) -> None:
+        """Work out the next s from two points; where the round gave no new one, nothing is learnt."""
+        if x.shape != before.shape or torch.equal(x, before):
+            return
+        for part in algorithm.parts:
+            sums = SharedSums(
+                update=x - before,
+                kept_change=None,
+                total_step_size=total_step_size,
+                reported=1,
+                clients=1,
+                x=before,
+                weight_decay=self._local.weight_decay,
+                numbers=self._numbers.get(part.label, {}),
+            )
+            new = part.next_shared(self._shared.get(part.label), sums)
+            if new is not None:
+                self._shared[part.label] = new
+            self._numbers[part.label] = part.next_numbers(sums)
 
     def hear(self, sizes: Iterable[tuple[float, float]]) -> None:
         """Take the clients' total step sizes with their weights, where the server was not given a number."""
@@ -85,10 +116,16 @@ class OneTrip(Strategy):
         total_step_size: What a client's step sizes add up to in a round, αK; when not given, the clients tell it beside
             their metrics. Give it where nothing may leave a client unprotected: it depends on a client's data where
             its number of steps does.
+        weight_decay: That of the clients' optimizers.
     """
 
     def __init__(
-        self, strategy: Strategy, algorithm: Algorithm | Combination, *, total_step_size: float | None = None
+        self,
+        strategy: Strategy,
+        algorithm: Algorithm | Combination,
+        *,
+        total_step_size: float | None = None,
+        weight_decay: float = 0.0,
     ) -> None:
         inner: Any = strategy
         while hasattr(inner, "strategy"):  # those that add privacy
@@ -96,7 +133,7 @@ class OneTrip(Strategy):
         if isinstance(inner, FedOpt | FedAvgM):
             raise GradalignError(f"{type(inner).__name__} does not average; run AlignedStrategy with its rule of ours")
         self.strategy, self._weight = strategy, str(getattr(inner, "weighted_by_key", EXAMPLES))
-        self._teller = _Teller(algorithm, total_step_size)
+        self._teller = _Teller(algorithm, total_step_size, weight_decay)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -134,10 +171,15 @@ class SecureOneTrip(FitFedAvg):
     """The same on Flower's older FedAvg, the one that ``SecAggPlusWorkflow`` works with; its arguments are FedAvg's."""
 
     def __init__(
-        self, algorithm: Algorithm | Combination, *, total_step_size: float | None = None, **fedavg: Any
+        self,
+        algorithm: Algorithm | Combination,
+        *,
+        total_step_size: float | None = None,
+        weight_decay: float = 0.0,
+        **fedavg: Any,
     ) -> None:
         super().__init__(**fedavg)
-        self._teller = _Teller(algorithm, total_step_size)
+        self._teller = _Teller(algorithm, total_step_size, weight_decay)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager

@@ -15,7 +15,7 @@ from gradalign.client import LocalTraining
 from gradalign.client.flat import FlatModel
 from gradalign.errors import GradalignError
 from gradalign.flower import messages
-from gradalign.flower.client_round import ClientRound, needs_step_sizes
+from gradalign.flower.client_round import ClientRound
 from gradalign.flower.messages import EXAMPLES, SEEN, TOTAL_STEP_SIZE
 
 
@@ -43,9 +43,7 @@ def settings_unread(wanted: LocalTraining, steps: int, followed: set[str]) -> st
     return ", ".join(name for name, value in given.items() if value is not None and value != getattr(usual, name))
 
 
-def _gradient_at(
-    flat: FlatModel, work: ClientRound, losses: Iterable[tuple[Tensor, int]]
-) -> tuple[Tensor, float, int]:
+def _gradient_at(flat: FlatModel, work: ClientRound, losses: Iterable[tuple[Tensor, int]]) -> tuple[Tensor, float, int]:
     """Return g_i at the server's point, the mean loss there, and how many examples were seen."""
     flat.load(work.told.point)
     flat.module.train()
@@ -171,7 +169,7 @@ class LocalRound:
         update = self._flat.vector - self._start
         floats, ints = self._flat.read_buffers()
         if total_step_size is None:
-            if not self._steps and needs_step_sizes(self._work.told.algorithm):
+            if not self._steps and self._work.order.step_sizes:
                 raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
             total_step_size = self.lr * self._steps
         self._work.remember_update(update.cpu(), total_step_size)

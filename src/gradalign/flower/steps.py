@@ -24,9 +24,7 @@ class Steps:
         pull: μ; with it, μ·y is added, too.
     """
 
-    def __init__(
-        self, arrays: Named, *, still: bool = False, constant: Named | None = None, pull: float = 0.0
-    ) -> None:
+    def __init__(self, arrays: Named, *, still: bool = False, constant: Named | None = None, pull: float = 0.0) -> None:
         self._arrays, self._still, self._constant, self._pull = arrays, still, constant, pull
         self._names: dict[int, str] = {}
         self._parameters: list[Tensor] = []  # held, so that no id is given twice
@@ -46,14 +44,23 @@ class Steps:
         """Return the mean gradient of the steps that were held back."""
         return {name: total / count for name, (total, count) in self._sums.items()}
 
-    def total_step_size(self) -> float:
-        """Return the sum of the step sizes that gradients were given: αK, and more with momentum."""
+    def total_step_size(self, weight_decay: float) -> float:
+        """Return the sum of the step sizes that gradients were given: αK, and more with momentum.
+
+        With them the server tells the mean gradient from the updates, less the weight decay that it knows of.
+        """
         if self._first is None:
             raise GradalignError("the app's train function took no step with a torch optimizer; its steps are unknown")
         if not isinstance(self._first, torch.optim.SGD):
             raise GradalignError(
                 f"the app trains with {type(self._first).__name__}, whose steps do not tell the size of a gradient; "
                 "this algorithm needs torch.optim.SGD at the clients"
+            )
+        decay = float(self._first.param_groups[0]["weight_decay"])
+        if decay != weight_decay:
+            raise GradalignError(
+                f"the app's optimizer has weight_decay {decay:g}, and the server reckons with {weight_decay:g}; "
+                f"give AlignedStrategy(local=LocalTraining(weight_decay={decay:g})) or OneTrip(weight_decay={decay:g})"
             )
         return self._total
 
@@ -88,5 +95,6 @@ class Steps:
         momentum = float(group.get("momentum", 0.0))
         weight = 1.0 - float(group.get("dampening", 0.0)) if self.count else 1.0
         self._velocity = momentum * self._velocity + weight  # of a gradient that is always 1
-        self._total += float(group["lr"]) * (1.0 + momentum * self._velocity if group.get("nesterov") else self._velocity)
+        ahead = 1.0 + momentum * self._velocity if group.get("nesterov") else self._velocity
+        self._total += float(group["lr"]) * ahead
         self.count += 1

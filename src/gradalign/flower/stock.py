@@ -19,13 +19,14 @@ from flwr.clientapp.client_app import DEFAULT_ACTION
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor, nn
 
+from gradalign.algorithms.alignment import FedLESAM
 from gradalign.algorithms.plan import Algorithm
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
 from gradalign.flower import messages
 from gradalign.flower.client import door, tell_partition
-from gradalign.flower.client_round import ClientRound, needs_step_sizes
+from gradalign.flower.client_round import ClientRound
 from gradalign.flower.layout import Layout, Named
 from gradalign.flower.messages import CONFIG, EXAMPLES, LAYOUT, ORDER, SEEN, SHARED, TOTAL_STEP_SIZE, to_array
 from gradalign.flower.own_loop import add_up, settings_unread
@@ -106,12 +107,15 @@ class _Adapter:
         exchanged = {name: vector for name, vector in one.vectors.items() if not name.startswith("rest.")}
         after = one.layout.flat(_arrays(reply), exchanged)
         after["update"] = after.pop("x") - start
-        total = steps.total_step_size() if needs_step_sizes(one.told.algorithm) else 0.0
+        local = work.order.local
+        total = steps.total_step_size(local.weight_decay) if work.order.step_sizes else 0.0
         work.remember_update(after["update"], total)
         numbers = _with_loss(_numbers(reply)) | {"steps": steps.count, TOTAL_STEP_SIZE: total}
         if one.numbers is not None and EXAMPLES in numbers:
             numbers[SEEN] = 2 * numbers[EXAMPLES]  # once more, for the gradient
-        unread = settings_unread(work.order.local, steps.count, set() if self._losses is None else {"gradient_examples"})
+        followed = {"weight_decay"} if work.order.step_sizes else set()
+        followed |= set() if self._losses is None else {"gradient_examples"}
+        unread = settings_unread(local, steps.count, followed)
         return messages.reply(message, after, numbers, unread=unread)
 
     def _named(self, message: Message, context: Context, train: ClientAppCallable) -> Message:
@@ -129,14 +133,16 @@ class _Adapter:
             if SHARED + part.label in config
         }
         told = Broadcast(
-            point=Point(x, x[:0], x[:0]), round=order.round, algorithm=algorithm, lr=order.lr, shared=shared
+            point=Point(x, x[:0], x[:0]),
+            round=order.round,
+            algorithm=algorithm,
+            shared=shared,
+            weight_decay=order.local.weight_decay,
         )
 
         def show(arrays: Named) -> Message:
             typed = {name: arrays[name].to(value.dtype) for name, value in sent.items()}
-            return messages.in_place_of(
-                message, RecordDict({**content, key: _record(typed), place: _users(config)})
-            )
+            return messages.in_place_of(message, RecordDict({**content, key: _record(typed), place: _users(config)}))
 
         vectors = {"x": x} | {f"rest.{name}": value for name, value in sent.items()}
         one = _Round(layout, vectors, told, Participant(client=order.client), show)
@@ -150,10 +156,10 @@ class _Adapter:
         named = layout.named(vectors)
         floats = {name: named[name].to(a.dtype) if a.is_floating_point() else a for name, a in after.items()}
         reply.content[back] = _record(floats)
-        if needs_step_sizes(algorithm):
+        if order.step_sizes:
             fit = reply.content.config_records.get("fitres.metrics")  # of Flower's older kind
             told_in = next(iter(reply.content.metric_records.values())) if fit is None else fit
-            told_in[TOTAL_STEP_SIZE] = steps.total_step_size()
+            told_in[TOTAL_STEP_SIZE] = steps.total_step_size(order.local.weight_decay)
         return reply
 
     def _take_gradient(self, one: _Round, context: Context, train: ClientAppCallable) -> set[str]:
@@ -183,12 +189,14 @@ class _Adapter:
     def _train(self, one: _Round, context: Context, train: ClientAppCallable) -> tuple[Tensor, Message, Steps]:
         """Let the app train from y_0; return y_0, its reply, and what was seen of its steps."""
         trained = None
+        if not one.layout.exact and any(isinstance(part, FedLESAM) for part in one.told.algorithm.parts):
+            raise GradalignError("fedlesam needs to know which arrays are trained; give AlignedStrategy the model")
         if one.gradient is None and one.told.algorithm.uses_own_gradient:
             trained = self._take_gradient(one, context, train)
         plan = one.told.plan(one.who, one.gradient).written_out(one.gradient)
         start = one.x
         if isinstance(plan.displacement, Tensor):
-            if one.told.mean is None:  # s has numbers also for what is not trained: running means and the like
+            if one.told.mean is None and not one.layout.exact:  # s has numbers for running means and the like, too
                 trained = trained or self._take_gradient(one, context, train)
             start = one.x + one.only(plan.displacement, trained)
         constant = plan.correction
@@ -242,7 +250,8 @@ class ClientApp(FlowerClientApp):
 
     Args:
         client_fn: As in Flower, for apps of its older kind.
-        mods: Flower mods for all messages; with ``AlignedStrategy``, those that work on arrays go in as ``on_update(mod)``.
+        mods: Flower mods for all messages. With ``AlignedStrategy``, those that work on arrays go in as
+            ``on_update(mod)``.
         gradient: How a client's gradient is taken: a function of message and context that returns the model, loaded
             with the message's arrays, and its losses, ``(mean loss, number of examples)`` for each batch. When not
             given, the train function runs once more with its steps held back, and their gradients' mean is taken.
