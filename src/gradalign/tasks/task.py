@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream
 from gradalign.tasks.batches import Examples, TensorExamples, Transform, as_examples, example_count
+from gradalign.tasks.metrics import Metric, check_metrics
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -128,6 +129,14 @@ class PartitionedClients(Sequence[Examples]):
         return np.diff(self.offsets)
 
 
+def _entry(entries: Sequence[Any], index: int, seed: int, *keys: int) -> Any:
+    """Return one entry; a sequence that makes them on demand draws from a stream of the entry's own."""
+    if isinstance(entries, PartitionedClients | list | tuple):
+        return entries[index]
+    with global_stream(seed, Purpose.CLIENT, index, *keys):
+        return entries[index]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What is trained and on whose data.
@@ -144,6 +153,11 @@ class Task:
         accuracy: ``accuracy(outputs, targets)`` gives the batch's mean accuracy, or None where it has none.
         scored_on: What the test examples are called in the metrics: "validation" where ``hold_out`` put held-out
             training examples in their place.
+        client_tests: Each client's own test examples, one entry per client in the same forms, None for a client that
+            has none. With them a run also tells how every client fares; nobody's examples are taken in their stead.
+            ``hold_out`` gives every client those that were held out from it.
+        metrics: Further metrics by name, beside loss and accuracy: ``metric(outputs, targets)`` over all test examples
+            at once, or a ``torchmetrics.Metric``. The column of "f1" is ``test_f1``.
         groups: Which examples belong together, where some do: one entry per client with, for each of its examples, a
             whole number, a name, or a pair (first, last) of whole numbers. ``hold_out`` never puts examples that share
             a number on both sides: pictures of one patient, or windows of text, whose pairs are the letters they cover.
@@ -159,6 +173,8 @@ class Task:
     augment: Callable[[Any], Any] | None = None
     accuracy: Callable[[Any, Any], Tensor | float | None] = share_correct
     scored_on: Literal["test", "validation"] = "test"
+    client_tests: Sequence[Any] | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     groups: Sequence[Any] | None = None
     name: str = "custom"
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -179,8 +195,11 @@ class Task:
         count = len(self.clients)
         if count == 0:
             raise GradalignError(f"the task {self.name} has no clients")
-        if self.groups is not None and (not hasattr(self.groups, "__len__") or len(self.groups) != count):
-            raise GradalignError(f"Task.groups must be a sequence with one entry for each of {count} clients")
+        for name in ("groups", "client_tests"):
+            given = getattr(self, name)
+            if given is not None and (not hasattr(given, "__len__") or len(given) != count):
+                raise GradalignError(f"Task.{name} must be a sequence with one entry for each of {count} clients")
+        check_metrics(self.metrics)
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
         if self.sizes is not None and not self.sizes.all():
             raise self._has_none(int(self.sizes.argmin()))
@@ -190,14 +209,18 @@ class Task:
 
     def client(self, index: int, seed: int = 0) -> Examples:
         """Return one client's examples; a sequence that makes them on demand draws from a stream of its own."""
-        if isinstance(self.clients, PartitionedClients | list | tuple):
-            examples = as_examples(self.clients[index])
-        else:
-            with global_stream(seed, Purpose.CLIENT, index):
-                examples = as_examples(self.clients[index])
+        examples = as_examples(_entry(self.clients, index, seed))
         if len(examples) == 0:
             raise self._has_none(index)
         return examples
+
+    def client_test(self, index: int, seed: int = 0) -> Examples | None:
+        """Return one client's own test examples, None where it has none; made on demand as clients may be."""
+        if self.client_tests is None:
+            return None
+        # Another stream than the client's: examples drawn from the same one would be its training examples.
+        entry = _entry(self.client_tests, index, seed, 1)
+        return None if entry is None else as_examples(entry) or None
 
     @cached_property
     def sizes(self) -> NDArray[np.int64] | None:
