@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gradalign.flower.client import aligned_app as aligned_app
     from gradalign.flower.client import client_app as client_app
     from gradalign.flower.client import on_update as on_update
-    from gradalign.flower.exchange import InProcessGrid as InProcessGrid
     from gradalign.flower.exchange import Patience as Patience
+    from gradalign.flower.grid import InProcessGrid as InProcessGrid
     from gradalign.flower.one_trip import OneTrip as OneTrip
     from gradalign.flower.one_trip import SecureOneTrip as SecureOneTrip
     from gradalign.flower.own_loop import LocalRound as LocalRound
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "AlignedStrategy": "strategy",
     "ClientApp": "stock",
-    "InProcessGrid": "exchange",
+    "InProcessGrid": "grid",
     "LocalRound": "own_loop",
     "OneTrip": "one_trip",
     "Patience": "exchange",

@@ -13,10 +13,12 @@ from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 
-from gradalign.algorithms.plan import Algorithm
+from gradalign.algorithms.plan import Algorithm, FedAvg, combine
+from gradalign.client.exchange import Broadcast, Participant
+from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import ClientTrainer, Setup, one_thread
 from gradalign.errors import GradalignError
-from gradalign.fast import client_trainer
+from gradalign.fast import Group
 from gradalign.flower import messages
 from gradalign.flower.client_round import ClientRound, leaving
 from gradalign.flower.messages import ARRAYS, CONFIG, METRICS, ORDER, PARTITION, PARTITIONS
@@ -81,13 +83,18 @@ def _addressed(answer: Message, message: Message) -> Message:
 
 
 def tell_partition(
-    app: ClientApp, examples: Callable[[Context], int] | None, *, stock: bool = False
+    app: ClientApp,
+    examples: Callable[[Context], int] | None,
+    *,
+    stock: bool = False,
+    evaluates: Callable[[Context], int] | None = None,
 ) -> ClientAppCallable:
     """Return the function that tells the server whose data is here, and what the app can do."""
 
     def partition(message: Message, context: Context) -> Message:
         known = {PARTITION: partition_of(context), messages.STOCK: int(stock)}
-        known[messages.EVALUATES] = int("evaluate.default" in app._registered_funcs)
+        registered = int("evaluate.default" in app._registered_funcs)
+        known[messages.EVALUATES] = registered if evaluates is None else evaluates(context)
         if examples is not None:
             known[messages.EXAMPLES] = examples(context)
         total = context.node_config.get(PARTITIONS)
@@ -152,7 +159,7 @@ class _TaskClient:
     ) -> None:
         self._source, self._algorithms, self._device = task, list(algorithms), device
         self._made: tuple[str, Task] | None = None
-        self._trainer: ClientTrainer | None = None
+        self._group: Group | None = None
         self._trained_with: tuple[object, ...] = ()
 
     def task(self, context: Context) -> Task:
@@ -173,15 +180,19 @@ class _TaskClient:
             raise GradalignError(f"{PARTITION} is {client}, but the task {task.name} has {total} clients")
         return task.client(client if total > 1 else 0, seed)
 
-    def _begin(self, message: Message, context: Context) -> tuple[ClientTrainer, ClientRound, Examples]:
-        order, task = messages.Order.of(message), self.task(context)
+    def _group_for(self, order: messages.Order, task: Task) -> Group:
         wanted = (order.local, order.seed, order.fast)
-        if self._trainer is None or self._trainer.task is not task or self._trained_with != wanted:
+        if self._group is None or self._group.setup.task is not task or self._trained_with != wanted:
             setup = Setup(task=task, local=order.local, seed=order.seed, device=self._device, fast=order.fast)
-            self._trainer, self._trained_with = client_trainer(setup), wanted
-            self._like = self._trainer.flat.read()
+            self._group, self._trained_with = Group(setup), wanted
+            self._like = self._group.one.flat.read()
+        return self._group
+
+    def _begin(self, message: Message, context: Context) -> tuple[ClientTrainer, ClientRound, Examples]:
+        order = messages.Order.of(message)
+        group = self._group_for(order, self.task(context))
         work = ClientRound(message, context, self._like, self._algorithms)
-        return self._trainer, work, self.examples(context, order.seed)
+        return group.one, work, self.examples(context, order.seed)
 
     def gradient(self, message: Message, context: Context) -> Message:
         with one_thread():
@@ -205,6 +216,24 @@ class _TaskClient:
         numbers |= {messages.EXAMPLES: len(examples), messages.SEEN: done.examples + taken}
         return messages.reply(message, {"update": done.vector, "floats": done.floats, "ints": done.ints}, numbers)
 
+    def evaluate(self, message: Message, context: Context) -> Message:
+        """Score the server's point on the client's own test examples, after some training where that is asked."""
+        order, task = messages.Order.of(message), self.task(context)
+        arrays = next(iter(message.content.array_records.values())).to_torch_state_dict()
+        with one_thread():
+            group, model = self._group_for(order, task), task.make_model(order.seed)
+            model.load_state_dict(arrays)
+            told = Broadcast(point=FlatModel(model).read(), round=order.round, algorithm=combine(FedAvg()), lr=order.lr)
+            client = order.client if len(task.clients) > 1 else 0
+            score = group.score_client(told, Participant(client=client), tuned=order.tuned)
+        if score is None:
+            raise GradalignError("this client has no test examples of its own")
+        numbers = {**score.metrics, "loss": score.loss, "accuracy": score.accuracy, messages.EXAMPLES: score.examples}
+        return messages.reply(message, {}, numbers)
+
+    def evaluates(self, context: Context) -> int:
+        return 2 if self.task(context).client_tests is not None else 0
+
 
 def client_app(
     task: Task | Callable[[Context], Task],
@@ -223,7 +252,11 @@ def client_app(
         device: Where the model runs.
     """
     client = _TaskClient(task, algorithms, device)
-    app = aligned_app(examples=lambda context: len(client.examples(context)), mods=mods)
+    mods = list(mods)
+    app = ClientApp(mods=[door(mods), *mods])
+    sizes = lambda context: len(client.examples(context))  # noqa: E731
+    app.query("partition")(tell_partition(app, sizes, evaluates=client.evaluates))
     app.train("gradient")(client.gradient)
     app.train()(client.train)
+    app.evaluate()(client.evaluate)
     return app

@@ -12,28 +12,52 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from flwr.app import Array, ConfigRecord, Message
+from flwr.app import Array, ConfigRecord, Message, RecordDict
 from torch import Tensor
 
-from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Participant, Score, Update
+from gradalign.client.exchange import Broadcast, ClientScore, Gradient, GradientCache, Participant, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
 from gradalign.engines import Engine
 from gradalign.engines.local import InProcessEngine
 from gradalign.flower import messages
 from gradalign.flower.client import client_app
-from gradalign.flower.exchange import InProcessGrid, Patience, Roster, logger
+from gradalign.flower.exchange import Patience, Roster, logger
+from gradalign.flower.grid import InProcessGrid
+from gradalign.flower.layout import Layout, as_arrays
 from gradalign.flower.messages import BadReplyError, Order, instruction, metrics_of, point_arrays, to_array
 from gradalign.server.federation import Federation
 
 _Reply = TypeVar("_Reply", Gradient, Update)
 
 
+class Listener(Protocol):
+    """Who is told what the clients' apps say of a round, which is counted from 1 as in Flower."""
+
+    def trained(self, server_round: int, replies: Mapping[int, Message]) -> None:
+        """Take the replies that count, by client."""
+
+    def reached(self, server_round: int, point: Point) -> None:
+        """Take the point after a round, or the first one after round 0."""
+
+
 class FlowerEngine(Engine):
-    """Does the clients' work through a Flower grid, which is its owner's to close."""
+    """Does the clients' work through a Flower grid, which is its owner's to close.
+
+    Args:
+        federation: What stays the same over all rounds.
+        roster: Who is where.
+        train_config: More values for the config of messages to train.
+        evaluate_config: The same for messages to evaluate.
+        keys: What an app of its own loop finds arrays and config under.
+        weight_key: The number of a reply that a client weighs, when it is not weighed uniformly.
+        device: Where the server evaluates.
+    """
+
+    listener: Listener | None = None
 
     def __init__(
         self,
@@ -41,6 +65,9 @@ class FlowerEngine(Engine):
         roster: Roster,
         *,
         train_config: Mapping[str, Any] | None = None,
+        evaluate_config: Mapping[str, Any] | None = None,
+        keys: tuple[str, str] = (messages.ARRAYS, messages.CONFIG),
+        weight_key: str = messages.EXAMPLES,
         device: torch.device | str = "cpu",
     ) -> None:
         self.exchange, self.patience = roster.exchange, roster.patience
@@ -48,6 +75,8 @@ class FlowerEngine(Engine):
         self.failures: Mapping[int, str] = {}
         self._federation, self._roster = federation, roster
         self._extra, self._device = dict(train_config or {}), device
+        self._evaluate_extra, self._keys, self._weight_key = dict(evaluate_config or {}), keys, weight_key
+        self._played = 0
         self._gradients = GradientCache()  # this round's g_i as the server has them
         self._phase, self._met = "", False
         self._heard: dict[int, tuple[int, int]] = {}  # the rounds of a client's last k_i and of the one before
@@ -91,12 +120,15 @@ class FlowerEngine(Engine):
         """
         for client, weight in ((one.client, one.weight) for one in who if one.client in replies):
             try:
-                if self._federation.by_examples and client not in self._roster.told:
-                    self._roster.sizes[client] = size = messages.read_size(replies[client])
-                    weight = float(size) if told.mean is None else weight
+                if self._federation.by_examples and self._asks_weight(client):
+                    self._roster.sizes[client] = size = messages.read_size(replies[client], self._weight_key)
+                    weight = size if told.mean is None else weight
                 yield read(replies[client], told.point, client, weight)
             except BadReplyError as error:
                 self._leave_out(client, str(error))
+
+    def _asks_weight(self, client: int) -> bool:
+        return self._weight_key != messages.EXAMPLES or client not in self._roster.told
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
         """Yield ∇f_i(x) of every client that answers; one that did so at this point is not asked again."""
@@ -109,10 +141,10 @@ class FlowerEngine(Engine):
     def _ask_gradients(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, Gradient]:
         arrays, seconds = point_arrays(told.point), self.patience.gradient_seconds
         nodes = self._begin("gradient phase", told, [one.client for one in who])
-        orders = {
-            client: instruction(messages.GRADIENT, node, arrays, self._order(told, client), self._extra, seconds)
-            for client, node in nodes.items()
-        }
+        orders = {}
+        for client, node in nodes.items():
+            order, (frozen, extra) = self._order(told, client), self._for_app(client)
+            orders[client] = instruction(messages.GRADIENT, node, {**arrays, **frozen}, order, extra, seconds)
         found = {}
         for reply in self._readable(self._ask(orders, seconds), messages.read_gradient, told, who):
             (client,) = reply.clients
@@ -134,13 +166,13 @@ class FlowerEngine(Engine):
             for client in clients:
                 own = self._own_vectors(told, wanted[client])
                 order = self._train_order(told, wanted[client], own)
-                arrays = dict(common)
+                arrays, (frozen, extra) = dict(common), self._for_app(client)
                 for name, vector in own.items():  # those it lacks: all, or the k_i that an earlier server heard of
                     if again or client in self._differing or (name not in order.digests and bool(vector.any())):
                         arrays[name] = to_array(vector)
                 if again or self._holds_point.get(client) != told.round:
-                    arrays |= point
-                orders[client] = instruction(messages.TRAIN, nodes[client], arrays, order, self._extra, seconds)
+                    arrays |= {**point, **frozen}
+                orders[client] = instruction(messages.TRAIN, nodes[client], arrays, order, extra, seconds)
             return self._ask(orders, seconds)
 
         replies = ask(nodes, again=False)
@@ -151,8 +183,10 @@ class FlowerEngine(Engine):
             for client in forgetful:
                 del replies[client]
             replies |= ask(forgetful, again=True)
+        heard = {}
         for update in self._readable(replies, messages.read_update, told, wanted.values()):
             (client,) = update.clients
+            heard[client] = replies[client]
             self._heard[client] = told.round, self._last_heard(client, told.round)
             config = replies[client].content.config_records.get(messages.CONFIG, ConfigRecord())
             unread = str(config.get(messages.UNREAD, ""))
@@ -160,6 +194,21 @@ class FlowerEngine(Engine):
                 self._warned.add(unread)
                 logger.warning("client %d's training loop did not look at the strategy's local: %s", client, unread)
             yield update
+        self._played = told.round + 1
+        if self.listener is not None:
+            self.listener.trained(self._played, heard)
+
+    @cached_property
+    def _layout(self) -> tuple[dict[str, Array], dict[str, str]]:
+        model = self._federation.task.make_model(self._federation.seed)
+        layout, state = Layout.of(model), model.state_dict()
+        frozen = {where: to_array(state[name]) for name, _, where, _ in layout.entries if where.startswith("rest.")}
+        return frozen, {messages.LAYOUT: layout.encode(), messages.KEYS: " ".join(self._keys)}
+
+    def _for_app(self, client: int) -> tuple[dict[str, Array], dict[str, Any]]:
+        """Return the arrays and the config that only some apps need: those that load named arrays."""
+        frozen, layout = self._layout if client in self._roster.stock else ({}, {})
+        return frozen, {**self._extra, **layout}
 
     def _last_heard(self, client: int, round_index: int) -> int:
         """Return the round of the k_i that the server counts on, −1 for none; a round played again does not count."""
@@ -201,7 +250,43 @@ class FlowerEngine(Engine):
         )
 
     def evaluate(self, point: Point) -> Score | None:
+        if self.listener is not None:
+            self.listener.reached(self._played, point)
         return self._evaluator.evaluate(point) if self._federation.task.test_examples is not None else None
+
+    def evaluate_clients(
+        self, told: Broadcast, who: Sequence[Participant], *, tuned: bool = False
+    ) -> Iterator[ClientScore]:
+        replies = self.ask_to_evaluate(told.round, told.point, [one.client for one in who], lr=told.lr, tuned=tuned)
+        scores = (messages.read_score(reply, client, self._weight_key) for client, reply in replies.items())
+        yield from (score for score in scores if score is not None)
+
+    def ask_to_evaluate(
+        self, server_round: int, point: Point, clients: Sequence[int], *, lr: float = 0.0, tuned: bool = False
+    ) -> dict[int, Message]:
+        """Return the answers of the clients that can evaluate, to Flower's own message with a state_dict in it.
+
+        An app of somebody's own cannot be asked to train before (``tuned``): only the clients of a Task can.
+        """
+        nodes = self._roster.locate(clients, 1) if clients else {}
+        able = self._roster.tuning if tuned else self._roster.evaluating
+        nodes = {client: node for client, node in nodes.items() if client in able}
+        if not nodes:
+            return {}
+        self._phase, self.failures = f"round {server_round}, evaluation", {}
+        known, seconds = self._federation, self.patience.train_seconds
+        local = replace(known.local, lr=1.0)
+        orders, arrays = {}, as_arrays(known.task.make_model(known.seed), point)
+        for client, node in nodes.items():
+            order = Order(
+                client=client, round=server_round, seed=known.seed, local=local, fast=known.fast, lr=lr, tuned=tuned
+            )
+            config = ConfigRecord(
+                {**self._evaluate_extra, messages.ROUND: server_round, messages.ORDER: order.encode()}
+            )
+            content = RecordDict({self._keys[0]: arrays, self._keys[1]: config})
+            orders[client] = Message(content, node, messages.EVALUATE, ttl=seconds, group_id=str(server_round))
+        return self._ask(orders, seconds)
 
 
 def _common_arrays(told: Broadcast) -> dict[str, Array]:
@@ -216,9 +301,10 @@ def _common_arrays(told: Broadcast) -> dict[str, Array]:
 class _AllHere(Roster):
     """The roster of a grid in this process, where nobody needs to be asked."""
 
-    def __init__(self, grid: InProcessGrid) -> None:
+    def __init__(self, grid: InProcessGrid, *, evaluates: bool) -> None:
         super().__init__(grid, Patience(retries=0))  # asked again, the same clients would give the same answers
         self._grid = grid
+        self.evaluating = self.tuning = set(range(len(grid.get_node_ids()))) if evaluates else set()
 
     def locate(self, clients: Sequence[int], needed: int) -> dict[int, int]:
         return {client: self._grid.node_id(client) for client in clients}
@@ -227,4 +313,7 @@ class _AllHere(Roster):
 def in_process_engine(federation: Federation, device: torch.device | str = "cpu") -> FlowerEngine:
     """Return an engine that runs Flower's apps in this process, one client after the other."""
     app = client_app(federation.task, device=device, algorithms=[type(part) for part in federation.algorithm.parts])
-    return FlowerEngine(federation, _AllHere(InProcessGrid(app, len(federation.task.clients))), device=device)
+    roster = _AllHere(
+        InProcessGrid(app, len(federation.task.clients)), evaluates=federation.task.client_tests is not None
+    )
+    return FlowerEngine(federation, roster, device=device)

@@ -21,16 +21,17 @@ from torch import Tensor
 from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination
 from gradalign.client import LocalTraining
-from gradalign.client.exchange import Gradient, Update
+from gradalign.client.exchange import ClientScore, Gradient, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.errors import GradalignError
 
 ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
-QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
+QUERY, GRADIENT, TRAIN, EVALUATE = "query.partition", "train.gradient", "train", "evaluate"
 LOST, DIFFERS = "memory-lost", "memory-differs"  # a client lacks a vector that the server speaks of, or has another
 EXAMPLES, SEEN = "num-examples", "examples-seen"
 UNREAD = "settings-unread"  # those that a training loop of the client's own did not look at
-STOCK, EVALUATES = "stock", "evaluates"  # of a node's app: it loads named arrays; it has an evaluate function
+STOCK = "stock"  # of a node's app: it loads named arrays
+EVALUATES = "evaluates"  # 1: it has an evaluate function; 2: it is a Task's, and can train before it evaluates
 LAYOUT, KEYS, SHARED = "gradalign.layout", "gradalign.keys", "gradalign.shared."  # for apps that load named arrays
 ROUND = "server-round"  # counted from 1, as in Flower
 OURS = ("steps", SEEN, "total-step-size", "travel")  # numbers of a reply that are not its app's
@@ -90,6 +91,8 @@ class Order:
     participants: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
     """For each keeper: the round after which the server last heard of this client's k_i, −1 for never."""
+    tuned: bool = False
+    """Whether the client trains before it evaluates."""
     step_sizes: bool = False
     """Whether anyone reckons with what the round's step sizes add up to."""
     digests: Mapping[str, str] = field(default_factory=dict)
@@ -243,6 +246,23 @@ def read_size(message: Message, key: str = EXAMPLES) -> float:
     if size < 1 if key == EXAMPLES else size <= 0:
         raise BadReplyError(f'its {key} is {size:g}, and weights="examples" needs {least}')
     return size
+
+
+def read_score(message: Message, client: int, key: str = EXAMPLES) -> ClientScore | None:
+    """Return what a client's evaluation says, by the names of its numbers; None where none of them is a loss."""
+    numbers = {name: float(v) for name, v in metrics_of(message).items() if isinstance(v, int | float)}
+
+    def named(word: str) -> str:
+        return next((name for name in (word, *numbers) if name in numbers and word[:4] in name.lower()), "")
+
+    loss, accuracy = named("loss"), named("accuracy")
+    if not loss:
+        return None
+    others = {name: value for name, value in numbers.items() if name not in (loss, accuracy, key)}
+    examples = int(numbers.get(key, numbers.get(EXAMPLES, 0)))
+    return ClientScore(
+        client=client, examples=examples, loss=numbers[loss], accuracy=numbers.get(accuracy), metrics=others
+    )
 
 
 def read_update(message: Message, point: Point, client: int, weight: float) -> Update:

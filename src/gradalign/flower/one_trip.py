@@ -18,7 +18,8 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FitFedAvg
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvgM, FedOpt, Strategy
+from flwr.serverapp.strategy import FedAvgM, Strategy
+from flwr.serverapp.strategy.fedopt import FedOpt
 from torch import Tensor
 
 from gradalign.algorithms.plan import Algorithm, Combination, combine
@@ -103,6 +104,11 @@ class _Teller:
             self._size = sum(size * weight for size, weight in known) / sum(weight for _, weight in known)
 
 
+def _number(record: MetricRecord, name: str) -> float:
+    value = record.get(name, 1.0)
+    return 1.0 if isinstance(value, list) else float(value)
+
+
 def _floats(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1).double() for tensor in tensors if tensor.is_floating_point()])
 
@@ -149,7 +155,10 @@ class OneTrip(Strategy):
         replies = list(replies)
         records = [one for reply in replies if reply.has_content() for one in reply.content.metric_records.values()]
         said = [one for one in records if TOTAL_STEP_SIZE in one]
-        self._teller.hear((float(one.pop(TOTAL_STEP_SIZE)), float(one.get(self._weight, 1.0))) for one in said)
+        weights = [_number(one, self._weight) for one in said]
+        self._teller.hear(zip((_number(one, TOTAL_STEP_SIZE) for one in said), weights, strict=True))
+        for one in said:
+            del one[TOTAL_STEP_SIZE]
         return self.strategy.aggregate_train(server_round, replies)
 
     def configure_evaluate(

@@ -128,9 +128,9 @@ class _Adapter:
         x = torch.cat([value.reshape(-1) for value in sent.values() if value.is_floating_point()])
         algorithm = messages.algorithm_of(order, self._algorithms)
         shared = {
-            part.label: torch.frombuffer(bytearray(config[SHARED + part.label]), dtype=torch.float64).to(x)
-            for part in algorithm.parts
-            if SHARED + part.label in config
+            name.removeprefix(SHARED): torch.frombuffer(bytearray(value), dtype=torch.float64).to(x)
+            for name, value in config.items()
+            if name.startswith(SHARED) and isinstance(value, bytes)
         }
         told = Broadcast(
             point=Point(x, x[:0], x[:0]),
@@ -268,7 +268,8 @@ class ClientApp(FlowerClientApp):
         examples: Callable[[Context], int] | None = None,
         algorithms: Iterable[type[Algorithm]] = (),
     ) -> None:
-        self._adapter, self._own_train = _Adapter(gradient, algorithms), None
+        self._adapter = _Adapter(gradient, algorithms)
+        self._own_train: ClientAppCallable | None = None
         super().__init__(client_fn, [door(mods or ()), *(mods or ()), self._adapter])
         if client_fn is None:
             self.query("partition")(tell_partition(self, examples, stock=True))
