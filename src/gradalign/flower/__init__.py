@@ -19,6 +19,7 @@ except ModuleNotFoundError:
     raise GradalignError("gradalign.flower needs Flower: pip install 'gradalign[flower]'") from None
 
 if TYPE_CHECKING:
+    from gradalign.algorithms import FedGA as FedGA
     from gradalign.flower.client import aligned_app as aligned_app
     from gradalign.flower.client import client_app as client_app
     from gradalign.flower.client import on_update as on_update
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "AlignedStrategy": "strategy",
     "ClientApp": "stock",
+    "FedGA": ".algorithms",
     "InProcessGrid": "grid",
     "LocalRound": "own_loop",
     "OneTrip": "one_trip",
@@ -51,7 +53,7 @@ __all__ = list(_HOME_OF)
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'gradalign.flower' has no attribute '{name}'")
-    return getattr(import_module(f"gradalign.flower.{_HOME_OF[name]}"), name)
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

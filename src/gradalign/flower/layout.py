@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -49,9 +49,9 @@ class Layout:
         return cls(tuple(entries), exact=not isinstance(model, NamedArrays))
 
     @classmethod
-    def of_arrays(cls, arrays: Mapping[str, Tensor]) -> Layout:
-        """Return a layout with every array of floats in x, for arrays whose model is not known."""
-        floats = {name: value.numel() for name, value in arrays.items() if value.is_floating_point()}
+    def of_arrays(cls, arrays: Mapping[str, Tensor], names: Iterable[str]) -> Layout:
+        """Return a layout with these arrays in x, for arrays whose model is not known."""
+        floats = {name: arrays[name].numel() for name in names}
         begins = dict(zip(floats, accumulate(floats.values(), initial=0), strict=False))
         places = {name: ("x", begins[name]) if name in begins else (f"rest.{name}", 0) for name in arrays}
         return cls(tuple((name, tuple(value.shape), *places[name]) for name, value in arrays.items()), exact=False)
@@ -97,7 +97,7 @@ class NamedArrays(nn.Module):
                 if part not in home._modules:
                     home.add_module(part, nn.Module())
                 home = home.get_submodule(part)
-            if value.dtype == trained:
+            if value.dtype == trained and last not in ("running_mean", "running_var"):  # torch's names in its layers
                 home.register_parameter(last, nn.Parameter(value.clone()))
             else:
                 home.register_buffer(last, value.clone())

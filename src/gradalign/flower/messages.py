@@ -32,7 +32,8 @@ EXAMPLES, SEEN = "num-examples", "examples-seen"
 UNREAD = "settings-unread"  # those that a training loop of the client's own did not look at
 STOCK = "stock"  # of a node's app: it loads named arrays
 EVALUATES = "evaluates"  # 1: it has an evaluate function; 2: it is a Task's, and can train before it evaluates
-LAYOUT, KEYS, SHARED = "gradalign.layout", "gradalign.keys", "gradalign.shared."  # for apps that load named arrays
+# For apps that load named arrays:
+LAYOUT, KEYS, NAMES, SHARED = "gradalign.layout", "gradalign.keys", "gradalign.names", "gradalign.shared."
 ROUND = "server-round"  # counted from 1, as in Flower
 OURS = ("steps", SEEN, "total-step-size", "travel")  # numbers of a reply that are not its app's
 TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"  # the old name is read, for older clients

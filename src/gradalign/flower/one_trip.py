@@ -29,6 +29,7 @@ from gradalign.client import LocalTraining
 from gradalign.errors import GradalignError, real
 from gradalign.flower.messages import (
     EXAMPLES,
+    NAMES,
     ORDER,
     SHARED,
     TOTAL_STEP_SIZE,
@@ -55,12 +56,17 @@ class _Teller:
             raise GradalignError("the server's rule is the strategy's here; leave it out of the algorithm")
         self._fixed = None if total_step_size is None else real("total_step_size", total_step_size, 0.0)
         self._size, self._local = self._fixed, LocalTraining(weight_decay=weight_decay)
+        self._names: list[str] = []
         self._before: tuple[Combination, Tensor] | None = None
         self._shared: dict[str, Tensor] = {}
         self._numbers: dict[str, Mapping[str, float]] = {}
 
-    def tell(self, round_index: int, x: Tensor) -> dict[str, Any]:
+    def tell(self, round_index: int, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the further values of a round's config, given the point that the strategy gives out."""
+        # As they are at first: Flower's average makes floats of a counter.
+        self._names = self._names or [name for name, value in arrays.items() if value.is_floating_point()]
+        sent_as = torch.cat([arrays[name].reshape(-1) for name in self._names])
+        x = sent_as.double()
         if self._before is not None and self._size:
             self._learn(*self._before, x, self._size)
         algorithm = self.algorithm.at(round_index).informed(self._numbers)
@@ -74,12 +80,13 @@ class _Teller:
             step_sizes=needs_step_sizes(self.algorithm),
         )
         sent = {part.label for part in algorithm.parts if part.extra_down}
-        shared = {SHARED + label: s.numpy().tobytes() for label, s in self._shared.items() if label in sent}
-        return {ORDER: order.encode(), **shared}
+        vectors = {label: s.to(sent_as.dtype) for label, s in self._shared.items() if label in sent}
+        shared = {SHARED + label: s.numpy().tobytes() for label, s in vectors.items()}
+        return {ORDER: order.encode(), NAMES: "\n".join(self._names), **shared}
 
     def _learn(self, algorithm: Combination, before: Tensor, x: Tensor, total_step_size: float) -> None:
         """Work out the next s from two points; where the round gave no new one, nothing is learnt."""
-        if x.shape != before.shape or torch.equal(x, before):
+        if torch.equal(x, before):
             return
         for part in algorithm.parts:
             sums = SharedSums(
@@ -107,10 +114,6 @@ class _Teller:
 def _number(record: MetricRecord, name: str) -> float:
     value = record.get(name, 1.0)
     return 1.0 if isinstance(value, list) else float(value)
-
-
-def _floats(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1).double() for tensor in tensors if tensor.is_floating_point()])
 
 
 class OneTrip(Strategy):
@@ -145,7 +148,7 @@ class OneTrip(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send s and the algorithm along."""
-        more = self._teller.tell(server_round - 1, _floats(to_tensor(array) for array in arrays.values()))
+        more = self._teller.tell(server_round - 1, {name: to_tensor(array) for name, array in arrays.items()})
         return self.strategy.configure_train(server_round, arrays, ConfigRecord({**config, **more}), grid)
 
     def aggregate_train(
@@ -194,8 +197,8 @@ class SecureOneTrip(FitFedAvg):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Send s and the algorithm along."""
-        x = _floats(torch.as_tensor(array) for array in parameters_to_ndarrays(parameters))
-        more = self._teller.tell(server_round - 1, x)
+        arrays = enumerate(parameters_to_ndarrays(parameters))
+        more = self._teller.tell(server_round - 1, {str(place): torch.as_tensor(array) for place, array in arrays})
         asked = super().configure_fit(server_round, parameters, client_manager)
         return [(proxy, FitIns(ins.parameters, {**ins.config, **more})) for proxy, ins in asked]
 

@@ -28,7 +28,7 @@ from gradalign.flower import messages
 from gradalign.flower.client import door, tell_partition
 from gradalign.flower.client_round import ClientRound
 from gradalign.flower.layout import Layout, Named
-from gradalign.flower.messages import CONFIG, EXAMPLES, LAYOUT, ORDER, SEEN, SHARED, TOTAL_STEP_SIZE, to_array
+from gradalign.flower.messages import CONFIG, EXAMPLES, LAYOUT, NAMES, ORDER, SEEN, SHARED, TOTAL_STEP_SIZE, to_array
 from gradalign.flower.own_loop import add_up, settings_unread
 from gradalign.flower.steps import Steps
 
@@ -124,11 +124,11 @@ class _Adapter:
         key, record = next(iter(content.array_records.items()))
         place, config = next((name, one) for name, one in content.config_records.items() if ORDER in one)
         sent = _tensors(record)
-        layout = Layout.of_arrays(sent)
-        x = torch.cat([value.reshape(-1) for value in sent.values() if value.is_floating_point()])
+        names = str(config[NAMES]).split("\n")
+        layout, x = Layout.of_arrays(sent, names), torch.cat([sent[name].reshape(-1) for name in names])
         algorithm = messages.algorithm_of(order, self._algorithms)
         shared = {
-            name.removeprefix(SHARED): torch.frombuffer(bytearray(value), dtype=torch.float64).to(x)
+            name.removeprefix(SHARED): torch.frombuffer(bytearray(value), dtype=x.dtype)
             for name, value in config.items()
             if name.startswith(SHARED) and isinstance(value, bytes)
         }
@@ -154,8 +154,7 @@ class _Adapter:
         # Where nothing was displaced, the app's own bits.
         vectors["x"] = torch.where(start == x, moved, x + (moved - start))
         named = layout.named(vectors)
-        floats = {name: named[name].to(a.dtype) if a.is_floating_point() else a for name, a in after.items()}
-        reply.content[back] = _record(floats)
+        reply.content[back] = _record({name: named[name].to(a) if name in names else a for name, a in after.items()})
         if order.step_sizes:
             fit = reply.content.config_records.get("fitres.metrics")  # of Flower's older kind
             told_in = next(iter(reply.content.metric_records.values())) if fit is None else fit
