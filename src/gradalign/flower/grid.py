@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from gradalign.flower.messages import PARTITION, PARTITIONS
+from gradalign.flower.messages import PARTITION, PARTITIONS, in_place_of
 
 
 class InProcessGrid(Grid):
@@ -69,7 +69,10 @@ class InProcessGrid(Grid):
         for message in messages:
             message_id = f"message-{next(self._numbers)}"
             message.metadata.__dict__["_message_id"] = message_id  # as Flower's own grids do
-            self._replies[message_id] = self.answer(message, self._client_of[message.metadata.dst_node_id])
+            # Records of its own for each client, as after a journey: Flower sends one to many, and mods write in it.
+            content = RecordDict({name: type(record)(dict(record)) for name, record in message.content.items()})
+            arrived, client = in_place_of(message, content), self._client_of[message.metadata.dst_node_id]
+            self._replies[message_id] = self.answer(arrived, client)
             ids.append(message_id)
         return ids
 
