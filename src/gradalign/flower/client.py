@@ -36,29 +36,23 @@ def partition_of(context: Context) -> int:
     return value
 
 
-def door(mods: Sequence[Mod]) -> Mod:
-    """Return the outermost Flower mod.
+class Door:
+    """The outermost Flower mod.
 
     It sees replies as the server will, asks it for a vector that is lost or differs, and says so when the other mods
     are not those that the server counts on: what was to be clipped or masked must not leave as it is.
     """
-    masks = any(getattr(mod, "__name__", "") in ("secaggplus_mod", "secagg_mod") for mod in mods)
 
-    def check(message: Message) -> None:
-        configs = message.content.config_records
-        if not message.metadata.message_type.startswith(messages.TRAIN):
-            return
-        if RECORD_KEY_CONFIGS in configs and not masks:
-            raise GradalignError("the server aggregates securely; give this app mods=[secaggplus_mod]")
-        if masks and RECORD_KEY_CONFIGS not in configs:
-            raise GradalignError("this app masks its updates, and the server does not run Flower's SecAggPlusWorkflow")
-        if not mods and any(KEY_CLIPPING_NORM in config for config in configs.values()):
-            raise GradalignError(f"the server sends a {KEY_CLIPPING_NORM}, and this app has no mod that clips updates")
+    # A class, since Flower's simulation pickles apps, and functions inside functions take their globals along.
 
-    def at_the_door(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    def __init__(self, mods: Sequence[Mod]) -> None:
+        self._mods = bool(mods)
+        self._masks = any(getattr(mod, "__name__", "") in ("secaggplus_mod", "secagg_mod") for mod in mods)
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         token = leaving.set([])
         try:
-            check(message)
+            self._check(message)
             answer = call_next(message, context)
             for look in leaving.get() or ():
                 look(answer)
@@ -69,7 +63,16 @@ def door(mods: Sequence[Mod]) -> Mod:
         finally:
             leaving.reset(token)
 
-    return at_the_door
+    def _check(self, message: Message) -> None:
+        configs = message.content.config_records
+        if not message.metadata.message_type.startswith(messages.TRAIN):
+            return
+        if RECORD_KEY_CONFIGS in configs and not self._masks:
+            raise GradalignError("the server aggregates securely; give this app mods=[secaggplus_mod]")
+        if self._masks and RECORD_KEY_CONFIGS not in configs:
+            raise GradalignError("this app masks its updates, and the server does not run Flower's SecAggPlusWorkflow")
+        if not self._mods and any(KEY_CLIPPING_NORM in config for config in configs.values()):
+            raise GradalignError(f"the server sends a {KEY_CLIPPING_NORM}, and this app has no mod that clips updates")
 
 
 def _addressed(answer: Message, message: Message) -> Message:
@@ -116,7 +119,7 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
     """
     mods = list(mods)
-    app = ClientApp(mods=[door(mods), *mods])
+    app = ClientApp(mods=[Door(mods), *mods])
     app.query("partition")(tell_partition(app, examples))
     return app
 
@@ -253,7 +256,7 @@ def client_app(
     """
     client = _TaskClient(task, algorithms, device)
     mods = list(mods)
-    app = ClientApp(mods=[door(mods), *mods])
+    app = ClientApp(mods=[Door(mods), *mods])
     sizes = lambda context: len(client.examples(context))  # noqa: E731
     app.query("partition")(tell_partition(app, sizes, evaluates=client.evaluates))
     app.train("gradient")(client.gradient)

@@ -25,7 +25,7 @@ from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
 from gradalign.flower import messages
-from gradalign.flower.client import door, tell_partition
+from gradalign.flower.client import Door, tell_partition
 from gradalign.flower.client_round import ClientRound
 from gradalign.flower.layout import Layout, Named
 from gradalign.flower.messages import CONFIG, EXAMPLES, LAYOUT, NAMES, ORDER, SEEN, SHARED, TOTAL_STEP_SIZE, to_array
@@ -269,7 +269,7 @@ class ClientApp(FlowerClientApp):
     ) -> None:
         self._adapter = _Adapter(gradient, algorithms)
         self._own_train: ClientAppCallable | None = None
-        super().__init__(client_fn, [door(mods or ()), *(mods or ()), self._adapter])
+        super().__init__(client_fn, [Door(mods or ()), *(mods or ()), self._adapter])
         if client_fn is None:
             self.query("partition")(tell_partition(self, examples, stock=True))
             super().train("gradient")(self._gradient_phase)
