@@ -52,8 +52,8 @@ class Hearing:
 
     def trained(self, server_round: int, replies: Mapping[int, Message]) -> None:
         """Add up the metrics of a round's training; a round played again replaces the first attempt."""
-        own = {client: {k: v for k, v in metrics_of(one).items() if k not in OURS} for client, one in replies.items()}
-        contents = [RecordDict({METRICS: MetricRecord(numbers)}) for numbers in own.values()]
+        own = [{k: v for k, v in metrics_of(one).items() if not k.startswith(OURS)} for one in replies.values()]
+        contents = [RecordDict({METRICS: MetricRecord(numbers)}) for numbers in own]
         self._add_up(self._train, server_round, contents, self._flower.train_metrics_aggr_fn, "train")
 
     def reached(self, server_round: int, point: Point) -> None:

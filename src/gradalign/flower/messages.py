@@ -35,8 +35,9 @@ EVALUATES = "evaluates"  # 1: it has an evaluate function; 2: it is a Task's, an
 # For apps that load named arrays:
 LAYOUT, KEYS, NAMES, SHARED = "gradalign.layout", "gradalign.keys", "gradalign.names", "gradalign.shared."
 ROUND = "server-round"  # counted from 1, as in Flower
-OURS = ("steps", SEEN, "total-step-size", "travel")  # numbers of a reply that are not its app's
 TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"  # the old name is read, for older clients
+FACT = "fact."  # begins the names of what an algorithm has clients report
+OURS = ("steps", SEEN, TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE, FACT)  # begin those of a reply that are not its app's
 PARTITION, PARTITIONS = "partition-id", "num-partitions"
 
 
@@ -270,11 +271,13 @@ def read_update(message: Message, point: Point, client: int, weight: float) -> U
     """Return Δ_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
     total = OLD_TOTAL_STEP_SIZE if OLD_TOTAL_STEP_SIZE in metrics else TOTAL_STEP_SIZE
+    facts = {name.removeprefix(FACT): (_number(metrics, name),) for name in metrics if name.startswith(FACT)}
     return Update(
         vector=_replied_vector(arrays, "update", point.x),
         floats=_replied_vector(arrays, "floats", point.floats),
         ints=_replied_vector(arrays, "ints", point.ints),
         **_of_one(client, weight, metrics),
+        facts=facts,
         steps=(int(_number(metrics, "steps")),),
         total_step_sizes=(_number(metrics, total),),
     )

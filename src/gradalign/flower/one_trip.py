@@ -47,7 +47,7 @@ class _Teller:
         self.algorithm = combine(algorithm)
         for part in self.algorithm.parts:
             changed = type(part).multiple is not Algorithm.multiple or type(part).offset is not Algorithm.offset
-            if part.needs_gradients or part.keeps or part.one_step or changed:
+            if part.needs_gradients or part.keeps or part.one_step or part.reports or changed:
                 raise GradalignError(
                     f"{part.label} needs more than one trip and an average; run it with AlignedStrategy. "
                     'FedGA(beta=..., mean="running") has one trip'

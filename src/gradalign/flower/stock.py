@@ -110,7 +110,7 @@ class _Adapter:
         local = work.order.local
         total = steps.total_step_size(local.weight_decay) if work.order.step_sizes else 0.0
         work.remember_update(after["update"], total)
-        numbers = _with_loss(_numbers(reply)) | {"steps": steps.count, TOTAL_STEP_SIZE: total}
+        numbers = _with_loss(_numbers(reply)) | {"steps": steps.count, TOTAL_STEP_SIZE: total, **work.facts()}
         if one.numbers is not None and EXAMPLES in numbers:
             numbers[SEEN] = 2 * numbers[EXAMPLES]  # once more, for the gradient
         followed = {"weight_decay"} if work.order.step_sizes else set()
