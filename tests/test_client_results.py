@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import gradalign as ga
+from conftest import vector
 from gradalign.algorithms.plan import combine
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
+from gradalign.recipes.build import build_task
+from gradalign.server.clients import ClientResults, spread_over_clients
 
 LOCAL = ga.LocalTraining(lr=0.2, steps=3, weight_decay=0.01)
 
@@ -64,3 +70,167 @@ def test_every_client_is_scored_on_its_own_examples(tuned):
     for one in scores:
         assert (one.loss, one.accuracy) == pytest.approx(by_hand(task, one.client, tuned=tuned), rel=1e-12)
     assert torch.equal(point.x, before), "what is tuned is thrown away"
+
+
+def plain_statistics(values: list[float], *, larger: bool) -> dict[str, float]:
+    """Mean, worst, mean of the worst tenth and standard deviation, with NumPy."""
+    ordered = np.sort(values) if larger else np.sort(values)[::-1]
+    tenth = ordered[: int(np.ceil(len(values) / 10))]
+    return {"mean": np.mean(values), "worst": ordered[0], "worst_tenth": tenth.mean(), "spread": np.std(values)}
+
+
+def run(task: ga.Task, **more) -> ga.Result:
+    options = {"rounds": 2, "local": LOCAL, "workers": 0, "measure": ga.Measure(personalized=True)}
+    return ga.run(task, ga.FedAvg(), **(options | more))
+
+
+def test_rows_and_summary_have_the_spread_over_clients():
+    """Eleven clients: the worst tenth is two of them, and the one without tests is not among them."""
+    tests = (1203, None, *range(3, 13))
+    task = task_of(sizes=(30, *[5] * 11), tests=tests)
+    result = run(task)
+    assert [one.client for one in result.clients] == [0, *range(2, 12)] == [one.client for one in result.personalized]
+    assert [one.examples for one in result.clients] == [1203, *range(3, 13)]
+    for prefix, scores in (("clients", result.clients), ("personalized", result.personalized)):
+        for metric, larger in (("accuracy", True), ("loss", False)):
+            expected = plain_statistics([getattr(one, metric) for one in scores], larger=larger)
+            for what, value in expected.items():
+                name = f"{prefix}_{what}_{metric}"
+                assert result.history[name][:-1] == [None, None], "at the end alone, when nothing else is asked for"
+                assert result.history[name][-1] == pytest.approx(value, rel=1e-12)
+                assert result.summary[f"final_{name}"] == result.history[name][-1]
+    final = task_of(sizes=(30, *[5] * 11), tests=tests, model=result.model)
+    for one, tuned in zip(result.clients, result.personalized, strict=True):
+        assert one.loss == pytest.approx(by_hand(final, one.client, tuned=False)[0], rel=1e-12)
+        assert tuned.loss == pytest.approx(by_hand(final, one.client, tuned=True)[0], rel=1e-12)
+
+
+def test_measuring_clients_changes_no_training_and_no_other_number():
+    watched = run(task_of(), measure=ga.Measure(personalized=True, clients_every=1), rounds=3)
+    plain = run(task_of(client_tests=None), measure=ga.Measure(), rounds=3)
+    assert torch.equal(vector(watched), vector(plain))
+    assert plain.clients == ()
+    assert not [name for name in plain.history if name.startswith("clients")]
+    for name, column in plain.history.items():
+        assert name == "seconds" or watched.history[name] == column
+    assert None not in watched.history["personalized_worst_loss"]
+
+
+@pytest.mark.parametrize("engine", ["workers", "stopped and resumed"])
+def test_the_same_bits_wherever_and_however_often(engine, tmp_path):
+    task = task_of(augment=lambda batch: (batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]))
+    local = ga.LocalTraining(lr=0.2, epochs=2, batch_size=4)
+    expected = run(task, local=local, rounds=4)
+    if engine == "workers":
+        found = run(task, local=local, rounds=4, workers=3)
+    else:
+        options = {"local": local, "rounds": 4, "out": tmp_path, "checkpoint_seconds": 0.0}
+        with pytest.raises(KeyboardInterrupt):
+            run(task, **options, on_round=lambda row: interrupt(row, 3))
+        found = run(task, **options, resume=True)
+        again = run(task, **options, resume=True)
+        assert (again.clients, again.personalized) == (found.clients, found.personalized), "read, and not made anew"
+    assert found.clients == expected.clients
+    assert found.personalized == expected.personalized
+    assert torch.equal(vector(found), vector(expected))
+
+
+class Made:
+    """A sequence that makes its entries on demand."""
+
+    def __init__(self, count: int, make) -> None:
+        self.count, self.make = count, make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, client: int):
+        return self.make(client)
+
+
+def interrupt(row, when: int) -> None:
+    if row["round"] == when:
+        raise KeyboardInterrupt
+
+
+def test_very_many_clients_are_scored_in_part():
+    count, asked = 5000, []
+    tests = Made(count, lambda client: asked.append(client) or data(2, client))
+    own = [data(2, client) for client in range(50)] * (count // 50)
+    task = task_of(sizes=(), tests=(), clients=own, client_tests=tests)
+    result = run(task, rounds=1, clients_per_round=3, measure=ga.Measure(train_every=0))
+    assert len(asked) == len(set(asked)) == len(result.clients) == 1000
+    assert result.client_results.of == count
+    assert result.clients[0].client == 0
+
+
+def test_held_out_examples_are_the_clients_own_tests():
+    """What is held out from a client is its test, whoever keeps the clients: a partition, a list or a sequence."""
+    inputs, labels = data(60, 3)
+    rows = [torch.arange(0, 30), torch.arange(30, 36), torch.arange(36, 37), torch.arange(37, 60)]
+    pool = ga.PartitionedClients((inputs, labels), rows)
+    entries = [(inputs[own], labels[own]) for own in rows]
+    made = Made(len(entries), entries.__getitem__)
+    held = [ga.hold_out(task_of(clients=clients, client_tests=None), 0.3, seed=1) for clients in (pool, entries, made)]
+    for task in held:
+        for client, own in enumerate(rows):
+            test = task.client_test(client)
+            seen = [] if test is None else test.batch(torch.arange(len(test)))[0].tolist()
+            trained = task.client(client).batch(torch.arange(len(task.client(client))))[0].tolist()
+            assert sorted(seen + trained) == sorted(inputs[own].tolist()), "each example on one side"
+        assert task.client_test(2) is None, "one example is trained on"
+        assert sum(len(task.client_test(client) or ()) for client in range(4)) == len(task.test_examples)
+    result = run(held[0])
+    scored = sum(one.loss * one.examples for one in result.clients) / sum(one.examples for one in result.clients)
+    assert scored == pytest.approx(result.summary["final_validation_loss"], rel=1e-12)
+
+
+def test_test_examples_made_on_demand_are_not_the_training_examples():
+    drawn = Made(2, lambda client: (torch.randn(4, 5).double(), torch.zeros(4, dtype=torch.int64)))
+    task = task_of(clients=drawn, client_tests=drawn)
+    trained, tested = (one.batch(torch.arange(4))[0] for one in (task.client(1, 7), task.client_test(1, 7)))
+    assert torch.equal(tested, task.client_test(1, 7).batch(torch.arange(4))[0])
+    assert not torch.equal(trained, tested)
+
+
+def test_the_digits_that_a_client_is_tested_on_are_of_its_classes():
+    task = build_task("digits", seed=0)
+    for client in range(len(task.clients)):
+        labels = [one.batch(torch.arange(len(one)))[1] for one in (task.client(client), task.client_test(client))]
+        assert set(labels[0].tolist()) == set(labels[1].tolist())
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"measure": ga.Measure(clients_every=2)}, "measure.clients_every is set, but .* has no test examples"),
+        ({"measure": ga.Measure(personalized=True)}, "measure.personalized is set"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(more, words):
+    with pytest.raises(ga.GradalignError, match=words):
+        run(task_of(client_tests=None), **more)
+
+
+def test_client_tests_must_fit_the_clients():
+    with pytest.raises(ga.GradalignError, match=r"Task.client_tests must be a sequence with one entry for each of 4"):
+        task_of(client_tests=[None])
+
+
+def test_a_client_whose_tuning_diverges_hides_nothing():
+    """Its loss is unknown, so the losses' mean and worst are; the accuracies are not. A metric may be undefined."""
+    scores = [
+        ga.ClientScore(client=3, examples=2, loss=math.nan, accuracy=0.5, metrics={"auc": 0.9}),
+        ga.ClientScore(client=5, examples=4, loss=1.0, accuracy=0.25),
+    ]
+    results = ClientResults(round=1, of=9, clients=tuple(scores), personalized=(scores[1],))
+    found = spread_over_clients(results, task_of())
+    assert found["clients_worst_accuracy"] == 0.25
+    assert found["clients_spread_accuracy"] == 0.125
+    assert found["clients_mean_auc"] == 0.9
+    assert "clients_worst_loss" not in found
+    assert found["personalized_worst_loss"] == 1.0
+    back = ClientResults.from_table(json.loads(json.dumps(results.to_table(), allow_nan=False)))
+    assert math.isnan(back.clients[0].loss)
+    assert back.clients[1] == scores[1]
+    assert back.personalized == (scores[1],)

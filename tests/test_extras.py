@@ -13,7 +13,7 @@ EXTRAS = PYPROJECT["optional-dependencies"]
 NAMES = {"tomli-w": "tomli_w"}  # the others are imported by the name they are installed by
 OPTIONAL = [
     *("safetensors", "tomli_w", "pydantic", "typer", "rich", "requests", "matplotlib"),
-    *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn"),
+    *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn", "pandas", "torchmetrics"),
 ]
 
 BARE = f"""
@@ -70,7 +70,9 @@ print(result.summary["rounds"])
 
 CALLS = {
     "runs": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, out='r')",
-    "cli": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, progress=True)",
+    "metrics": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, measure=ga.Measure(metrics=['f1']))",
+    "frames": "ga.run(task, ga.FedAvg(), rounds=1, workers=0).to_frame()",
+    "plots": "ga.run(task, ga.FedAvg(), rounds=1, workers=0).plot()",
     "tensorboard": "ga.TensorBoard()",
     "wandb": "ga.WeightsAndBiases()",
     "flower": "ga.run(task, ga.FedAvg(), rounds=1, engine='flower')",

@@ -118,7 +118,7 @@ def compare(
         if under_torchrun():
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.cli.tables import print_comparison
-        from gradalign.compare import claimed_folder, plan_comparison, run_comparison, write_comparison
+        from gradalign.comparison import claimed_folder, plan_comparison, run_comparison, write_comparison
         from gradalign.recipes import load_recipe
         from gradalign.report import write_report
         from gradalign.runs import REPORT, output_folder

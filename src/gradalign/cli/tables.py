@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from gradalign.cli.common import plain
+from gradalign.cli.results import clients_tables, further_rows
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import is_there, read_spec, read_table
 from gradalign.sweep.grid import describe_point
+from gradalign.sweep.protocol import Scoring
 from gradalign.tracking.progress import score_words
 
 
@@ -84,6 +86,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
         ("data", _data_line(summary["task"])),
         ("scale", summary.get("scale")),
         *scores,
+        *further_rows(summary),
         ("training loss", _number(summary["final_train_loss"])),
         ("r(x)", _number(summary["final_r"])),
         ("rounds", f"{summary['rounds']} ({communication} of communication, {updates:,} local updates)"),
@@ -134,6 +137,8 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
         table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []))
     console.print(table)
+    for table in clients_tables(entries, spread_words):
+        console.print(table)
     lines = [
         _data_line(summary["task"]),
         f"scale: {summary['scale']}" if summary.get("scale") else "",
@@ -178,7 +183,8 @@ def _stages_table(summary: Mapping[str, Any]) -> Table:
         best, words = stage["best"], ("–", "–")
         if best is not None:
             varied = {name: best["values"][name] for name in stage["varied"]}
-            score = score_words(best["score"], accuracies=summary["score"] == "accuracy")
+            shown = Scoring(summary["score"], summary.get("larger_is_better", summary["score"] == "accuracy"))
+            score = score_words(shown.name, shown.shown(best["score"]))
             words = (describe_point(varied or best["values"]), score)
         early = str(stage["pruned"]) + (f" (+ {stage['diverged']} diverged)" if stage["diverged"] else "")
         table.add_row(*map(plain, (stage["name"], stage["algorithm"], stage["trials"], early, *words)))
@@ -188,7 +194,7 @@ def _stages_table(summary: Mapping[str, Any]) -> Table:
 def _finalists_table(summary: Mapping[str, Any]) -> Table:
     table = Table(title=f"the finalists, {seeds_words(summary)}")
     table.add_column("values", overflow="fold")
-    what, unit, form, scale = "loss", "", ".4g", 1.0
+    what, unit, form, scale = summary["score"], "", ".4g", 1.0
     if summary["score"] == "accuracy":
         what, unit, form, scale = "accuracy", ", %", ".2f", 100.0
     for name in ("validation", "test"):

@@ -80,7 +80,8 @@ def _addressed(answer: Message, message: Message) -> Message:
     if not answer.has_error():
         return answer
     code, reason = answer.error.code, answer.error.reason
-    if code == ErrorCode.MOD_FAILED_PRECONDITION and ORDER in message.content.config_records.get(CONFIG, {}):
+    asked = message.metadata.message_type == messages.QUERY or ORDER in message.content.config_records.get(CONFIG, {})
+    if code == ErrorCode.MOD_FAILED_PRECONDITION and asked:
         reason = f"{reason} With AlignedStrategy, a mod that works on arrays goes in as on_update(mod)."
     return Message(Error(code=code, reason=reason), reply_to=message)
 

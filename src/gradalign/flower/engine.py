@@ -43,6 +43,9 @@ class Listener(Protocol):
     def reached(self, server_round: int, point: Point) -> None:
         """Take the point after a round, or the first one after round 0."""
 
+    def scores(self, server_round: int) -> Sequence[ClientScore]:
+        """Return how those fare that have evaluated the point after a round."""
+
 
 class FlowerEngine(Engine):
     """Does the clients' work through a Flower grid, which is its owner's to close.
@@ -91,7 +94,7 @@ class FlowerEngine(Engine):
         self._met, self._phase, self.failures = True, f"round {told.round + 1}, {phase}", {}
         for client in clients:
             if client not in nodes:
-                self._leave_out(client, "no connected node has its data")
+                self._leave_out(client, f"no connected node has its data{self._roster.complaint}")
         return nodes
 
     def _leave_out(self, client: int, reason: str) -> None:
@@ -257,6 +260,9 @@ class FlowerEngine(Engine):
     def evaluate_clients(
         self, told: Broadcast, who: Sequence[Participant], *, tuned: bool = False
     ) -> Iterator[ClientScore]:
+        if self.listener is not None and not tuned:  # then they have been asked, as many as are to be
+            yield from self.listener.scores(told.round)
+            return
         replies = self.ask_to_evaluate(told.round, told.point, [one.client for one in who], lr=told.lr, tuned=tuned)
         scores = (messages.read_score(reply, client, self._weight_key) for client, reply in replies.items())
         yield from (score for score in scores if score is not None)

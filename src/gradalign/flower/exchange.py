@@ -207,6 +207,11 @@ class Roster:
     def connected(self) -> int:
         return len(self._node_of)
 
+    @property
+    def complaint(self) -> str:
+        """Why some node cannot take part, as the end of a sentence; empty when all can."""
+        return next((f": {reason}" for reason in self._complaints.values()), "")
+
     def wait(self, enough: Callable[[], bool]) -> bool:
         """Refresh until there is enough or the patience ends; return whether there is."""
         for _ in until(time.monotonic() + self.patience.connect_seconds, self.patience.poll_seconds):

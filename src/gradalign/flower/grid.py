@@ -70,7 +70,7 @@ class InProcessGrid(Grid):
             message_id = f"message-{next(self._numbers)}"
             message.metadata.__dict__["_message_id"] = message_id  # as Flower's own grids do
             # Records of its own for each client, as after a journey: Flower sends one to many, and mods write in it.
-            content = RecordDict({name: type(record)(dict(record)) for name, record in message.content.items()})
+            content = RecordDict({name: type(one)(dict(one)) for name, one in message.content.items()})  # type: ignore[arg-type]
             arrived, client = in_place_of(message, content), self._client_of[message.metadata.dst_node_id]
             self._replies[message_id] = self.answer(arrived, client)
             ids.append(message_id)

@@ -74,6 +74,10 @@ class Hearing:
         scores = (read_score(reply, client, self._flower.weighted_by_key) for client, reply in replies.items())
         self._scores[server_round] = [score for score in scores if score is not None]
 
+    def scores(self, server_round: int) -> list[ClientScore]:
+        """Return how the clients fare that evaluated after a round."""
+        return self._scores.get(server_round, [])
+
     def _add_up(
         self,
         found: dict[int, MetricRecord],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -28,7 +28,9 @@ from gradalign.flower.hearing import EvaluateFn, Hearing
 from gradalign.flower.layout import NamedArrays, as_arrays
 from gradalign.server.federation import Federation, describe, make_federation
 from gradalign.server.measure import Measure, Row
-from gradalign.server.runner import CHECKPOINT_SECONDS, Result, RunOptions, conduct
+from gradalign.server.monitor import OnRound
+from gradalign.server.result import Result
+from gradalign.server.runner import CHECKPOINT_SECONDS, RunOptions, conduct
 from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task
 from gradalign.tracking import Tracker, Trackers
@@ -82,7 +84,7 @@ class FlowerNames(TypedDict, total=False):
     evaluate_metrics_aggr_fn: Aggregation | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AlignedResult(Result):
     """What a run gives back: a ``gradalign.Result``, and what Flower's ``Result`` has.
 
@@ -126,6 +128,7 @@ class AlignedStrategy:
         checkpoint_seconds: How much work a crash of the server may cost; 0 writes a checkpoint after every round.
         train_config: More values for every message's ConfigRecord, for example ``{"clipping_norm": 1.0}`` for mods.
         trackers: Who else is told each row, as for ``gradalign.run``.
+        on_round: Called with each row; returns True to end the run, as for ``gradalign.run``.
         device: Where the server evaluates.
         fast: Use faster ways of computing, on both sides, that give the same result up to rounding.
         names: Those of Flower's FedAvg: ``fraction_train``, ``min_available_nodes``, ``evaluate_metrics_aggr_fn`` …
@@ -148,6 +151,7 @@ class AlignedStrategy:
         checkpoint_seconds: float = CHECKPOINT_SECONDS,
         train_config: Mapping[str, Any] | None = None,
         trackers: Sequence[Tracker] = (),
+        on_round: OnRound | None = None,
         device: torch.device | str = "cpu",
         fast: bool = True,
         **names: Unpack[FlowerNames],
@@ -157,14 +161,15 @@ class AlignedStrategy:
             task = Task(model=task, clients=RemoteClients(1, {}), name="flower")
         self.task, self.local = task, local or LocalTraining()
         self.patience = patience or Patience()
-        self.measure = measure or Measure(train_every=0, test_every=1)
+        evaluated = int(names.get("fraction_evaluate") != 0.0)
+        self.measure = measure or Measure(train_every=0, test_every=1, clients_every=evaluated)
         unknown = names.keys() - FlowerNames.__annotations__.keys()
         if unknown:
             known = ", ".join(FlowerNames.__annotations__)
             raise GradalignError(f"AlignedStrategy has no argument {min(unknown)}; of Flower's it takes {known}")
         self.flower = FedAvg(**names)
         self._clients, self._device, self._train_config = clients, check_device(device), dict(train_config or {})
-        self._per_round = clients_per_round
+        self._per_round, self._on_round = clients_per_round, on_round
         self._make_federation = partial(
             make_federation, weights=weights, dropout=0.0, seed=seed, fast=fast, min_fraction=min_fraction
         )
@@ -181,12 +186,15 @@ class AlignedStrategy:
         total = self._clients
         if total is None:
             if not roster.wait(lambda: roster.partitions is not None):
+                if roster.complaint:
+                    raise GradalignError(f"no node can take part{roster.complaint}")
                 raise GradalignError(
                     f"no node told its num-partitions within {self.patience.connect_seconds:g} s; give clients=, or "
                     "start the nodes with --node-config 'partition-id=0 num-partitions=3'"
                 )
             total = roster.partitions or 1
-        task = replace(_started_from(self.task, arrays), clients=RemoteClients(total, roster.sizes))
+        clients = RemoteClients(total, roster.sizes)
+        task = replace(_started_from(self.task, arrays), clients=clients, client_tests=None)
         per_round = self._per_round or self._share(total, "train")
         return self._make_federation(task, self.algorithm, self.local, per_round=per_round, rounds=rounds)
 
@@ -248,9 +256,11 @@ class AlignedStrategy:
             roster.locate(range(total), total)
         logger.info("%s on %d clients, %d rounds", self.algorithm.label, total, num_rounds)
         spec = {"rounds": num_rounds, **describe(federation, self.measure)}
-        done = conduct(federation, lambda: engine, spec, num_rounds, self.measure, self._where, _log_row)
+        done = conduct(
+            federation, lambda: engine, spec, num_rounds, self.measure, self._where, _log_row, on_round=self._on_round
+        )
         return AlignedResult(
-            **{name: getattr(done, name) for name in ("history", "summary", "model", "folder")},
+            **{one.name: getattr(done, one.name) for one in fields(done)},
             arrays=as_arrays(done.model, FlatModel(done.model).read()),
             **hearing.records(),
         )

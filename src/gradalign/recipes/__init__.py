@@ -16,7 +16,8 @@ from gradalign.runs import COMPARISON, METRICS, SPEC, SWEEP
 from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
 
 if TYPE_CHECKING:
-    from gradalign.recipes.spec import CompareSpec, Section, Spec, SweepSpec, TrackingSpec
+    from gradalign.recipes.spec import CompareSpec, Section, Spec, SweepSpec
+    from gradalign.recipes.tracking import TrackingSpec
     from gradalign.tracking import Tracker, Trackers
 
 _Table = TypeVar("_Table", bound="Section")
@@ -222,7 +223,8 @@ def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes:
 
 
 def _take_tracking(data: dict[str, Any], changes: dict[str, Any], source: str) -> TrackingSpec:
-    from gradalign.recipes.spec import TrackingSpec, checked
+    from gradalign.recipes.spec import checked
+    from gradalign.recipes.tracking import TrackingSpec
 
     names = list(TrackingSpec.model_fields)
     asked = {name: data.pop(name) for name in names if name in data}

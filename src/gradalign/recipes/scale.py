@@ -52,7 +52,7 @@ def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
         changes["full_size"]["per_round"] = per_round
     # A step still sees the same share of a client, and curves keep their points.
     changes |= _shrink(plain, "local", ("batch_size", "gradient_examples"), scale.of("data"))
-    changes |= _shrink(plain, "measure", ("test_every", "train_every"), scale.of("rounds"))
+    changes |= _shrink(plain, "measure", ("test_every", "train_every", "clients_every"), scale.of("rounds"))
     return lay_over(plain, changes)
 
 

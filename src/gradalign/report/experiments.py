@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import shown_text
-from gradalign.runs.read import HeldClassCounts, Run, canonical
+from gradalign.runs.clients import HeldClassCounts
+from gradalign.runs.read import Run, canonical
 from gradalign.runs.untrusted import number_of
 
 _LONGEST_NAME = 80

@@ -23,6 +23,7 @@ from markupsafe import Markup
 from gradalign import __version__
 from gradalign.errors import shown_text
 from gradalign.report import how_to_repeat, series, statistics
+from gradalign.report.clients import clients_section
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of
 from gradalign.report.series import Curve, measured
 from gradalign.runs.read import Skipped
@@ -140,6 +141,7 @@ def _section(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
         "choices": _choices(curves),
         "small_figures": [quantity.key for quantity in series.SMALL if measured(curves[quantity.key])],
         "classes": _classes(experiment),
+        "clients": clients_section(experiment),
         **_settings(experiment),
         "repeat": repeat,
         "recipe_base64": base64.b64encode((repeat.recipe or "").encode("utf-8", errors="replace")).decode(),

@@ -7,6 +7,7 @@ gathered in the examples' order from whoever made them, so the value does not de
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,24 +115,24 @@ class NamedMetric:
     def higher_is_better(self) -> bool:
         return self.name not in ("mae", "mse")
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Any:
         functions = need("torchmetrics.functional", "metrics")
         if self.name in _OF_NUMBERS:
-            number: Tensor = getattr(functions, _OF_NUMBERS[self.name])(outputs.reshape(-1), targets.reshape(-1))
-            return number
+            return getattr(functions, _OF_NUMBERS[self.name])(outputs.reshape(-1), targets.reshape(-1))
         function = getattr(functions, _OF_CLASSES[self.name])
         classes = outputs.shape[1] if outputs.ndim > 1 else 1
         if classes == 1:
-            scores = outputs.reshape(-1)
-            whole = targets.reshape(-1).long()
-            if self.name in _RANKED and len(whole.unique()) < 2:
-                return torch.tensor(math.nan)
-            value: Tensor = function(scores.sigmoid(), whole, task="binary")
-            return value
+            outputs, targets = outputs.reshape(-1).sigmoid(), targets.reshape(-1).long()
+            return math.nan if self._ranks_nothing(targets) else function(outputs, targets, task="binary")
+        options = {"task": "multiclass", "num_classes": classes}
         if self.name == "mcc":
-            return function(outputs, targets, task="multiclass", num_classes=classes)  # type: ignore[no-any-return]
+            return function(outputs, targets, **options)
         if self.name not in _RANKED:
-            return function(outputs, targets, task="multiclass", num_classes=classes, average="macro")  # type: ignore[no-any-return]
-        each = function(outputs, targets, task="multiclass", num_classes=classes, average="none")
+            return function(outputs, targets, **options, average="macro")
+        with warnings.catch_warnings(action="ignore"):  # of classes without examples, which are left out
+            each = function(outputs, targets, **options, average="none")
         counts = torch.bincount(targets.reshape(-1), minlength=classes)
-        return each[(counts > 0) & (counts < counts.sum())].mean()  # type: ignore[no-any-return]
+        return each[(counts > 0) & (counts < counts.sum())].mean()
+
+    def _ranks_nothing(self, targets: Tensor) -> bool:
+        return self.name in _RANKED and len(targets.unique()) < 2

@@ -6,7 +6,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,7 +20,13 @@ from torch.nn.parameter import is_lazy
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream
 from gradalign.tasks.batches import Examples, TensorExamples, Transform, as_examples, example_count
-from gradalign.tasks.metrics import Metric, check_metrics
+from gradalign.tasks.metrics import Metric, NamedMetric, check_metrics
+
+
+def with_metrics(task: Task, names: Sequence[str]) -> Task:
+    """Return the task with torchmetrics' metrics of these names beside its own, which come first where names meet."""
+    added = {name: NamedMetric(name) for name in names if name not in task.metrics}
+    return replace(task, metrics={**task.metrics, **added}) if added else task
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -137,7 +143,7 @@ def _entry(entries: Sequence[Any], index: int, seed: int, *keys: int) -> Any:
         return entries[index]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Task:
     """What is trained and on whose data.
 
@@ -203,6 +209,16 @@ class Task:
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
         if self.sizes is not None and not self.sizes.all():
             raise self._has_none(int(self.sizes.argmin()))
+
+    def __repr__(self) -> str:
+        """Return name and counts: data and models are long."""
+        words = [f"{len(self.clients):,} clients"]
+        if (sizes := self.sizes) is not None:
+            words.append(f"{int(sizes.sum()):,} training examples")
+        if self.test_examples is not None:
+            words.append(f"{len(self.test_examples):,} {self.scored_on} examples")
+        words += ["tests of clients"] * (self.client_tests is not None) + list(self.metrics)
+        return f"<Task {self.name}: {', '.join(words)}>"
 
     def _has_none(self, client: int) -> GradalignError:
         return GradalignError(f"client {client} of the task {self.name} has no examples; every client needs some")

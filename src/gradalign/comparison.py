@@ -19,19 +19,14 @@ from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
 from gradalign.report.statistics import spread_of
 from gradalign.runs import (
-    COMPARISON,
     CURVES,
     METRICS,
-    SPEC,
     SUMMARY,
-    differing_fields,
     safe_name,
     write_json,
-    write_toml,
 )
-from gradalign.runs.folder import locked, refuse_strangers
+from gradalign.runs.compared import comparison_folder
 from gradalign.runs.metrics import read_metrics
-from gradalign.runs.untrusted import read_table as read_toml
 from gradalign.server.measure import Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
 from gradalign.tasks.task import Task
@@ -101,20 +96,7 @@ def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) ->
         "algorithms": list(dict.fromkeys(one.entry for one in planned)),
         "seeds": sorted({one.seed for one in planned}),
     }
-    with locked(folder):
-        if (folder / SPEC).exists():
-            raise GradalignError(f"{folder} holds a single run, not a comparison; choose another --out")
-        if (folder / COMPARISON).exists():
-            if not resume:
-                raise GradalignError(
-                    f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
-                )
-            differing = differing_fields(read_toml(folder / COMPARISON), description)
-            if differing:
-                raise GradalignError(f"{folder} holds another comparison: {'; '.join(differing)}")
-        else:
-            refuse_strangers(folder, set())
-            write_toml(folder / COMPARISON, description)
+    with comparison_folder(folder, description, resume=resume):
         yield
 
 
@@ -192,9 +174,11 @@ def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float |
     counted = [float(rounds) for rounds in reached if rounds is not None]
     spec = runs[0].planned.spec
     scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss")
+    known = dict.fromkeys(key for run in runs for key in run.summary)
+    by_client = [key for key in known if key.startswith(("final_clients_", "final_personalized_"))]
     return {
         "name": name,
-        **{score: spread(_known(runs, score)) for score in scores},
+        **{score: spread(_known(runs, score)) for score in (*scores, *by_client)},
         "communication_rounds_to_target": spread(counted),
         "reached_target": len(counted),
         "final_r": spread(_known(runs, "final_r")),
