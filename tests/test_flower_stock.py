@@ -28,11 +28,13 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideFixedClipping,
     DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
     FedAvg,
 )
 from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig, SamplingMethod
 
 import gradalign.flower as gf
+from gradalign.flower.steps import Steps
 
 SIZES = (1, 2, 3, 5)
 P = [size / sum(SIZES) for size in SIZES]
@@ -333,3 +335,126 @@ def test_a_wrong_or_missing_mod_says_so(problem, what):
     strategy = gf.AlignedStrategy(ga.FedGA(beta=0.1), patience=QUICK, train_config={"clipping_norm": 0.1})
     with pytest.raises(ga.GradalignError, match=re.escape(reason)):
         play(strategy, quadratic_app(problem, mods=mods), problem, rounds=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.5, "dampening": 0.3},
+    ],
+)
+def test_total_step_sizes_are_how_far_a_gradient_of_one_leads(options):
+    """Under a constant gradient of 1, torch's own SGD moves by the sum of the step sizes, also when lr changes."""
+    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([p], lr=0.1, **options)
+    with Steps({"p": torch.zeros(1, dtype=torch.float64)}) as steps:
+        for k in range(5):
+            optimizer.param_groups[0]["lr"] = 0.1 / (k + 1)
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert -p.item() == pytest.approx(steps.total_step_size(0.0), rel=1e-12)
+    assert steps.count == 5
+
+
+def test_the_gradient_of_ones_own_losses_weighs_uneven_batches():
+    """A gradient over batches of 4 and fewer is the whole client's; held-back steps count batches alike."""
+    task, local = linear_task(), ga.LocalTraining(lr=0.1, steps=3)
+    task = ga.Task(model=lambda: torch.nn.Linear(5, 3).double(), clients=task.clients)
+
+    def gradient(message, context):
+        model, (x, y) = task.make_model(0), task.clients[context.node_config["partition-id"]]
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        return model, ((F.cross_entropy(model(a), b), len(b)) for a, b in zip(x.split(4), y.split(4), strict=True))
+
+    expected = ga.run(task, ga.FedGA(beta=0.3), rounds=3, local=local, weights="examples", workers=0)
+    strategy = gf.AlignedStrategy(ga.FedGA(beta=0.3), task.make_model(0), local=local, patience=QUICK)
+    result = strategy.start(gf.InProcessGrid(task_app(task, gradient=gradient), 4), num_rounds=3)
+    torch.testing.assert_close(vector(result), vector(expected), rtol=1e-10, atol=1e-10)
+
+
+class Tied(torch.nn.Module):
+    """A frozen layer, and one that is used twice under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(5, 4).double().requires_grad_(False)
+        self.first = torch.nn.Linear(4, 4).double()
+        self.again = self.first
+        self.last = torch.nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.again(torch.tanh(self.first(self.frozen(x))))))
+
+
+def test_frozen_and_tied_layers_and_a_client_that_forgets_between_the_phases():
+    task = ga.Task(model=Tied, clients=linear_task().clients)
+    local = ga.LocalTraining(lr=0.1, steps=3)
+    expected = ga.run(task, ga.FedGA(beta=0.3), rounds=3, local=local, weights="examples", workers=0)
+
+    class Forgetful(gf.InProcessGrid):
+        def answer(self, message, client):
+            reply = super().answer(message, client)
+            if client == 1 and message.metadata.message_type == "train.gradient":
+                self.context(1).state.clear()
+            return reply
+
+    strategy = gf.AlignedStrategy(ga.FedGA(beta=0.3), task.make_model(0), local=local, patience=QUICK)
+    result = strategy.start(Forgetful(task_app(task), 4), num_rounds=3)
+    torch.testing.assert_close(vector(result), vector(expected), rtol=1e-10, atol=1e-10)
+    assert result.history["failed"] == [None, 0, 0, 0]
+
+
+class WithClosure(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(lambda: 0.0)
+
+
+REFUSED = {
+    "another optimizer": ({"optimizer": torch.optim.Adam}, RUNNING, "the app trains with Adam, whose steps do not"),
+    "weight decay": ({"options": {"weight_decay": 0.1}}, RUNNING, r"give AlignedStrategy\(local=.*weight_decay=0.1"),
+    "a closure": ({"optimizer": WithClosure}, ga.FedGA(beta=0.1), "steps with a closure; give ClientApp"),
+    "no optimizer": (
+        {"optimizer": lambda *_, **__: Still()},
+        ga.FedGA(beta=0.1),
+        "took no step with a torch optimizer",
+    ),
+}
+
+
+class Still:
+    def zero_grad(self):
+        pass
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_stock_app_cannot_have_is_said(problem, what):
+    options, algorithm, sentence = REFUSED[what]
+    with pytest.raises(ga.GradalignError, match=sentence):
+        play(gf.AlignedStrategy(algorithm, patience=QUICK), quadratic_app(problem, **options), problem, rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "algorithm", "sentence"),
+    [
+        (FedAvg(), ga.FedGA(beta=0.1), "fedga needs more than one trip"),
+        (FedAvg(), ga.FedProx(mu=0.1) + ga.FedAdam(), "the server's rule is the strategy's here"),
+        (FedAdam(), RUNNING, "FedAdam does not average"),
+    ],
+)
+def test_what_one_trip_cannot_carry_is_refused(strategy, algorithm, sentence):
+    with pytest.raises(ga.GradalignError, match=sentence):
+        gf.OneTrip(strategy, algorithm)
+
+
+def test_flowers_simulation_can_pickle_every_app(problem):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    mods = [fixedclipping_mod, gf.on_update(fixedclipping_mod)]
+    apps = [quadratic_app(problem, mods=mods), gf.aligned_app(mods=mods), gf.client_app(problem.task(), mods=mods)]
+    for app in apps:
+        assert isinstance(cloudpickle.loads(cloudpickle.dumps(app)), FlowerClientApp)

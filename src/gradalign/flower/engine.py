@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from flwr.app import Array, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Message
 from torch import Tensor
 
 from gradalign.client.exchange import Broadcast, ClientScore, Gradient, GradientCache, Participant, Score, Update
@@ -27,40 +27,21 @@ from gradalign.flower import messages
 from gradalign.flower.client import client_app
 from gradalign.flower.exchange import Patience, Roster, logger
 from gradalign.flower.grid import InProcessGrid
-from gradalign.flower.layout import Layout, as_arrays
+from gradalign.flower.hearing import Hearing, evaluations
+from gradalign.flower.layout import Layout
 from gradalign.flower.messages import BadReplyError, Order, instruction, metrics_of, point_arrays, to_array
 from gradalign.server.federation import Federation
 
 _Reply = TypeVar("_Reply", Gradient, Update)
 
 
-class Listener(Protocol):
-    """Who is told what the clients' apps say of a round, which is counted from 1 as in Flower."""
-
-    def trained(self, server_round: int, replies: Mapping[int, Message]) -> None:
-        """Take the replies that count, by client."""
-
-    def reached(self, server_round: int, point: Point) -> None:
-        """Take the point after a round, or the first one after round 0."""
-
-    def scores(self, server_round: int) -> Sequence[ClientScore]:
-        """Return how those fare that have evaluated the point after a round."""
-
-
 class FlowerEngine(Engine):
     """Does the clients' work through a Flower grid, which is its owner's to close.
 
-    Args:
-        federation: What stays the same over all rounds.
-        roster: Who is where.
-        train_config: More values for the config of messages to train.
-        evaluate_config: The same for messages to evaluate.
-        keys: What an app of its own loop finds arrays and config under.
-        weight_key: The number of a reply that a client weighs, when it is not weighed uniformly.
-        device: Where the server evaluates.
+    ``keys`` are what an app finds its arrays and config under, ``weight_key`` the number of its reply that it weighs.
     """
 
-    listener: Listener | None = None
+    hearing: Hearing | None = None
 
     def __init__(
         self,
@@ -76,12 +57,11 @@ class FlowerEngine(Engine):
         self.exchange, self.patience = roster.exchange, roster.patience
         self.attempts = 1 + self.patience.retries
         self.failures: Mapping[int, str] = {}
-        self._federation, self._roster = federation, roster
-        self._extra, self._device = dict(train_config or {}), device
-        self._evaluate_extra, self._keys, self._weight_key = dict(evaluate_config or {}), keys, weight_key
+        self.federation, self.roster, self.keys, self._weight_key = federation, roster, keys, weight_key
+        self._extra, self.evaluate_config, self._device = dict(train_config or {}), dict(evaluate_config or {}), device
         self._played = 0
         self._gradients = GradientCache()  # this round's g_i as the server has them
-        self._phase, self._met = "", False
+        self.phase, self._met = "", False
         self._heard: dict[int, tuple[int, int]] = {}  # the rounds of a client's last k_i and of the one before
         self._holds_point: dict[int, int] = {}
         self._differing: set[int] = set()
@@ -89,22 +69,22 @@ class FlowerEngine(Engine):
 
     def _begin(self, phase: str, told: Broadcast, clients: Sequence[int]) -> dict[int, int]:
         """Begin a phase: return where its clients are; those that are nowhere have failed."""
-        needed = len(clients) if not self._met else max(1, math.ceil(self._federation.min_fraction * len(clients)))
-        nodes = self._roster.locate(clients, min(needed, len(clients)))
-        self._met, self._phase, self.failures = True, f"round {told.round + 1}, {phase}", {}
+        needed = len(clients) if not self._met else max(1, math.ceil(self.federation.min_fraction * len(clients)))
+        nodes = self.roster.locate(clients, min(needed, len(clients)))
+        self._met, self.phase, self.failures = True, f"round {told.round + 1}, {phase}", {}
         for client in clients:
             if client not in nodes:
-                self._leave_out(client, f"no connected node has its data{self._roster.complaint}")
+                self._leave_out(client, f"no connected node has its data{self.roster.complaint}")
         return nodes
 
     def _leave_out(self, client: int, reason: str) -> None:
         self.failures = {**self.failures, client: reason}
-        logger.warning("%s: client %d is left out: %s", self._phase, client, reason)
+        logger.warning("%s: client %d is left out: %s", self.phase, client, reason)
 
-    def _ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Message]:
+    def ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Message]:
         """Return the replies that come in time; the other clients are left out."""
         answers = self.exchange.ask(orders, seconds)
-        self._roster.doubt(answers.silent)
+        self.roster.doubt(answers.silent)
         for client, reason in sorted(answers.failures.items()):
             self._leave_out(client, reason)
         return answers.replies
@@ -123,15 +103,15 @@ class FlowerEngine(Engine):
         """
         for client, weight in ((one.client, one.weight) for one in who if one.client in replies):
             try:
-                if self._federation.by_examples and self._asks_weight(client):
-                    self._roster.sizes[client] = size = messages.read_size(replies[client], self._weight_key)
+                if self.federation.by_examples and self._asks_weight(client):
+                    self.roster.sizes[client] = size = messages.read_size(replies[client], self._weight_key)
                     weight = size if told.mean is None else weight
                 yield read(replies[client], told.point, client, weight)
             except BadReplyError as error:
                 self._leave_out(client, str(error))
 
     def _asks_weight(self, client: int) -> bool:
-        return self._weight_key != messages.EXAMPLES or client not in self._roster.told
+        return self._weight_key != messages.EXAMPLES or client not in self.roster.told
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
         """Yield ∇f_i(x) of every client that answers; one that did so at this point is not asked again."""
@@ -149,7 +129,7 @@ class FlowerEngine(Engine):
             order, (frozen, extra) = self._order(told, client), self._for_app(client)
             orders[client] = instruction(messages.GRADIENT, node, {**arrays, **frozen}, order, extra, seconds)
         found = {}
-        for reply in self._readable(self._ask(orders, seconds), messages.read_gradient, told, who):
+        for reply in self._readable(self.ask(orders, seconds), messages.read_gradient, told, who):
             (client,) = reply.clients
             self._holds_point[client] = told.round
             self._gradients.put(client, reply.vector, reply=reply)
@@ -176,7 +156,7 @@ class FlowerEngine(Engine):
                 if again or self._holds_point.get(client) != told.round:
                     arrays |= {**point, **frozen}
                 orders[client] = instruction(messages.TRAIN, nodes[client], arrays, order, extra, seconds)
-            return self._ask(orders, seconds)
+            return self.ask(orders, seconds)
 
         replies = ask(nodes, again=False)
         forgetful = [client for client, message in replies.items() if metrics_of(message).get(messages.LOST)]
@@ -198,19 +178,19 @@ class FlowerEngine(Engine):
                 logger.warning("client %d's training loop did not look at the strategy's local: %s", client, unread)
             yield update
         self._played = told.round + 1
-        if self.listener is not None:
-            self.listener.trained(self._played, heard)
+        if self.hearing is not None:
+            self.hearing.trained(self._played, heard)
 
     @cached_property
     def _layout(self) -> tuple[dict[str, Array], dict[str, str]]:
-        model = self._federation.task.make_model(self._federation.seed)
+        model = self.federation.task.make_model(self.federation.seed)
         layout, state = Layout.of(model), model.state_dict()
         frozen = {where: to_array(state[name]) for name, _, where, _ in layout.entries if where.startswith("rest.")}
-        return frozen, {messages.LAYOUT: layout.encode(), messages.KEYS: " ".join(self._keys)}
+        return frozen, {messages.LAYOUT: layout.encode(), messages.KEYS: " ".join(self.keys)}
 
     def _for_app(self, client: int) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return the arrays and the config that only some apps need: those that load named arrays."""
-        frozen, layout = self._layout if client in self._roster.stock else ({}, {})
+        frozen, layout = self._layout if client in self.roster.stock else ({}, {})
         return frozen, {**self._extra, **layout}
 
     def _last_heard(self, client: int, round_index: int) -> int:
@@ -228,8 +208,8 @@ class FlowerEngine(Engine):
 
     def _order(self, told: Broadcast, client: int) -> Order:
         # lr is sent by itself: a schedule is the server's affair, and a number would make a new trainer every round.
-        local, seed, fast = replace(self._federation.local, lr=1.0), self._federation.seed, self._federation.fast
-        limit, sizes = told.gradient_examples, messages.needs_step_sizes(self._federation.algorithm)
+        local, seed, fast = replace(self.federation.local, lr=1.0), self.federation.seed, self.federation.fast
+        limit, sizes = told.gradient_examples, messages.needs_step_sizes(self.federation.algorithm)
         return Order(client=client, round=told.round, seed=seed, local=local, fast=fast, limit=limit, step_sizes=sizes)
 
     def _train_order(self, told: Broadcast, who: Participant, own: Mapping[str, Tensor]) -> Order:
@@ -247,52 +227,25 @@ class FlowerEngine(Engine):
 
     @cached_property
     def _evaluator(self) -> InProcessEngine:
-        known = self._federation
+        known = self.federation
         return InProcessEngine(
             Setup(task=known.task, local=known.local, seed=known.seed, device=self._device, fast=known.fast)
         )
 
     def evaluate(self, point: Point) -> Score | None:
-        if self.listener is not None:
-            self.listener.reached(self._played, point)
-        return self._evaluator.evaluate(point) if self._federation.task.test_examples is not None else None
+        if self.hearing is not None:
+            self.hearing.reached(self._played, point)
+        return self._evaluator.evaluate(point) if self.federation.task.test_examples is not None else None
 
     def evaluate_clients(
         self, told: Broadcast, who: Sequence[Participant], *, tuned: bool = False
     ) -> Iterator[ClientScore]:
-        if self.listener is not None and not tuned:  # then they have been asked, as many as are to be
-            yield from self.listener.scores(told.round)
+        if self.hearing is not None and not tuned:  # then they have been asked, as many as are to be
+            yield from self.hearing.scores(told.round)
             return
-        replies = self.ask_to_evaluate(told.round, told.point, [one.client for one in who], lr=told.lr, tuned=tuned)
+        replies = evaluations(self, told.round, told.point, [one.client for one in who], lr=told.lr, tuned=tuned)
         scores = (messages.read_score(reply, client, self._weight_key) for client, reply in replies.items())
         yield from (score for score in scores if score is not None)
-
-    def ask_to_evaluate(
-        self, server_round: int, point: Point, clients: Sequence[int], *, lr: float = 0.0, tuned: bool = False
-    ) -> dict[int, Message]:
-        """Return the answers of the clients that can evaluate, to Flower's own message with a state_dict in it.
-
-        An app of somebody's own cannot be asked to train before (``tuned``): only the clients of a Task can.
-        """
-        nodes = self._roster.locate(clients, 1) if clients else {}
-        able = self._roster.tuning if tuned else self._roster.evaluating
-        nodes = {client: node for client, node in nodes.items() if client in able}
-        if not nodes:
-            return {}
-        self._phase, self.failures = f"round {server_round}, evaluation", {}
-        known, seconds = self._federation, self.patience.train_seconds
-        local = replace(known.local, lr=1.0)
-        orders, arrays = {}, as_arrays(known.task.make_model(known.seed), point)
-        for client, node in nodes.items():
-            order = Order(
-                client=client, round=server_round, seed=known.seed, local=local, fast=known.fast, lr=lr, tuned=tuned
-            )
-            config = ConfigRecord(
-                {**self._evaluate_extra, messages.ROUND: server_round, messages.ORDER: order.encode()}
-            )
-            content = RecordDict({self._keys[0]: arrays, self._keys[1]: config})
-            orders[client] = Message(content, node, messages.EVALUATE, ttl=seconds, group_id=str(server_round))
-        return self._ask(orders, seconds)
 
 
 def _common_arrays(told: Broadcast) -> dict[str, Array]:

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg
 from flwr.serverapp.strategy.strategy_utils import validate_message_reply_consistency
 
 from gradalign.client.exchange import ClientScore
 from gradalign.client.flat import Point
-from gradalign.flower.engine import FlowerEngine
 from gradalign.flower.exchange import logger
 from gradalign.flower.layout import as_arrays
-from gradalign.flower.messages import METRICS, OURS, metrics_of, read_score
+from gradalign.flower.messages import EVALUATE, METRICS, ORDER, OURS, ROUND, Order, metrics_of, read_score
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.server.federation import Federation
+
+if TYPE_CHECKING:
+    from gradalign.flower.engine import FlowerEngine
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+def evaluations(
+    engine: FlowerEngine,
+    server_round: int,
+    point: Point,
+    clients: Sequence[int],
+    *,
+    lr: float = 0.0,
+    tuned: bool = False,
+) -> dict[int, Message]:
+    """Return the answers of those clients that can evaluate to Flower's own message, which has a state_dict.
+
+    An app of somebody's own cannot be asked to train before (``tuned``): only the clients of a Task can.
+    """
+    known, roster, seconds = engine.federation, engine.roster, engine.patience.train_seconds
+    able = roster.tuning if tuned else roster.evaluating
+    nodes = {one: node for one, node in roster.locate(clients, min(1, len(clients))).items() if one in able}
+    engine.phase, engine.failures = f"round {server_round}, evaluation", {}
+    asked, arrays = {}, as_arrays(known.task.make_model(known.seed), point) if nodes else ArrayRecord()
+    order = Order(client=0, round=server_round, seed=known.seed, local=replace(known.local, lr=1.0), fast=known.fast)
+    for client, node in nodes.items():
+        own = replace(order, client=client, lr=lr, tuned=tuned)
+        config = ConfigRecord({**engine.evaluate_config, ROUND: server_round, ORDER: own.encode()})
+        content = RecordDict({engine.keys[0]: arrays, engine.keys[1]: config})
+        asked[client] = Message(content, node, EVALUATE, ttl=seconds, group_id=str(server_round))
+    return engine.ask(asked, seconds) if asked else {}
 
 
 class Hearing:
     """Gathers a result's records while the rounds are played; Flower's own functions add clients' metrics up."""
 
-    def __init__(
-        self,
-        engine: FlowerEngine,
-        federation: Federation,
-        flower: FedAvg,
-        evaluating: int,
-        evaluate_fn: EvaluateFn | None,
-    ) -> None:
-        self._engine, self._federation, self._flower = engine, federation, flower
+    def __init__(self, engine: FlowerEngine, flower: FedAvg, evaluating: int, evaluate_fn: EvaluateFn | None) -> None:
+        self._engine, self._federation, self._flower = engine, engine.federation, flower
         self._evaluating, self._evaluate_fn = evaluating, evaluate_fn
         self._train: dict[int, MetricRecord] = {}
         self._evaluate: dict[int, MetricRecord] = {}
@@ -68,7 +90,7 @@ class Hearing:
         total = len(self._federation.task.clients)
         stream = numpy_stream(self._federation.seed, Purpose.EVALUATE, server_round)
         asked = sorted(int(i) for i in stream.choice(total, self._evaluating, replace=False, shuffle=False))
-        replies = self._engine.ask_to_evaluate(server_round, point, asked)
+        replies = evaluations(self._engine, server_round, point, asked)
         contents = [RecordDict({METRICS: metrics_of(reply)}) for reply in replies.values()]
         self._add_up(self._evaluate, server_round, contents, self._flower.evaluate_metrics_aggr_fn, "evaluate")
         scores = (read_score(reply, client, self._flower.weighted_by_key) for client, reply in replies.items())

@@ -71,11 +71,14 @@ class Layout:
             for name, shape, where, offset in self.entries
         }
 
-    def flat(self, arrays: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Named:
-        """Return the vectors of an app's arrays, shaped as those of ``like``; what the app left out is an error."""
+    def flat(self, arrays: Mapping[str, Tensor], like: Mapping[str, Tensor], only: set[str] | None = None) -> Named:
+        """Return the vectors of an app's arrays, shaped as those of ``like``; what the app left out is an error.
+
+        With ``only``, these arrays alone, and zeros elsewhere.
+        """
         vectors = {name: torch.zeros_like(vector) for name, vector in like.items()}
         for name, shape, where, offset in self.entries:
-            if where not in vectors:
+            if where not in vectors or (only is not None and name not in only):
                 continue
             if name not in arrays or tuple(arrays[name].shape) != shape:
                 raise GradalignError(f"the app's reply has no array {name} of shape {shape}, as it was sent")

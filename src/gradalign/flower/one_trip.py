@@ -27,17 +27,8 @@ from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.view import SharedSums
 from gradalign.client import LocalTraining
 from gradalign.errors import GradalignError, real
-from gradalign.flower.messages import (
-    EXAMPLES,
-    NAMES,
-    ORDER,
-    SHARED,
-    TOTAL_STEP_SIZE,
-    Order,
-    encoded_parts,
-    needs_step_sizes,
-    to_tensor,
-)
+from gradalign.flower import messages
+from gradalign.flower.messages import EXAMPLES, NAMES, ORDER, SHARED, TOTAL_STEP_SIZE, Order
 
 
 class _Teller:
@@ -76,8 +67,8 @@ class _Teller:
             round=round_index,
             seed=0,
             local=self._local,
-            parts=encoded_parts(algorithm),
-            step_sizes=needs_step_sizes(self.algorithm),
+            parts=messages.encoded_parts(algorithm),
+            step_sizes=messages.needs_step_sizes(self.algorithm),
         )
         sent = {part.label for part in algorithm.parts if part.extra_down}
         vectors = {label: s.to(sent_as.dtype) for label, s in self._shared.items() if label in sent}
@@ -148,7 +139,7 @@ class OneTrip(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send s and the algorithm along."""
-        more = self._teller.tell(server_round - 1, {name: to_tensor(array) for name, array in arrays.items()})
+        more = self._teller.tell(server_round - 1, {name: messages.to_tensor(array) for name, array in arrays.items()})
         return self.strategy.configure_train(server_round, arrays, ConfigRecord({**config, **more}), grid)
 
     def aggregate_train(

@@ -58,9 +58,7 @@ class _Round:
         """Return a vector like x with zeros but for these arrays; None means all."""
         if names is None:
             return vector
-        named = self.layout.named({**self.vectors, "x": vector})
-        kept = {name: value if name in names else torch.zeros_like(value) for name, value in named.items()}
-        return self.layout.flat(kept, {"x": self.x})["x"]
+        return self.layout.flat(self.layout.named({**self.vectors, "x": vector}), {"x": self.x}, names)["x"]
 
 
 class _Adapter:
@@ -182,7 +180,7 @@ class _Adapter:
                 "the app's train function took no step with a torch optimizer on the server's arrays, so its gradient "
                 "cannot be seen; give ClientApp(gradient=...)"
             )
-        one.gradient = one.only(one.layout.flat({**arrays, **found}, {"x": one.x})["x"], set(found))
+        one.gradient = one.layout.flat(found, {"x": one.x}, set(found))["x"]
         return set(found)
 
     def _train(self, one: _Round, context: Context, train: ClientAppCallable) -> tuple[Tensor, Message, Steps]:

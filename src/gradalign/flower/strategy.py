@@ -251,7 +251,7 @@ class AlignedStrategy:
             device=self._device,
         )
         evaluating = self._share(total, "evaluate")
-        engine.listener = hearing = Hearing(engine, federation, self.flower, evaluating, evaluate_fn)
+        engine.hearing = hearing = Hearing(engine, self.flower, evaluating, evaluate_fn)
         if federation.by_examples:
             roster.locate(range(total), total)
         logger.info("%s on %d clients, %d rounds", self.algorithm.label, total, num_rounds)
