@@ -107,6 +107,10 @@ class FedGA(Algorithm):
         return type(self).plan is FedGA.plan and not self.keeps  # somebody's own variant may plan more
 
     @property
+    def plans_alike(self) -> bool:
+        return self.only_displaces
+
+    @property
     def strength(self) -> float:
         return 0.0 if isinstance(self.beta, str) else value_at(self.beta, 0)
 
