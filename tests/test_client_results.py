@@ -327,4 +327,5 @@ def test_the_command_line_tells_of_clients_and_of_an_early_end(tmp_path, monkeyp
     assert f"worst {summary['final_clients_worst_accuracy']:.2%}" in done.output
     assert re.search(r"tuned at home +accuracy: mean ", done.output)
     assert f"{summary['final_test_f1']:.4g}" in done.output
+    assert re.search(r"best round +\d, test accuracy 0\.\d", done.output)
     assert "test accuracy did not get better by more than 0.99 in the last measurement" in done.output
