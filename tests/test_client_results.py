@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,6 +110,15 @@ def test_rows_and_summary_have_the_spread_over_clients():
     for one, tuned in zip(result.clients, result.personalized, strict=True):
         assert one.loss == pytest.approx(by_hand(final, one.client, tuned=False)[0], rel=1e-12)
         assert tuned.loss == pytest.approx(by_hand(final, one.client, tuned=True)[0], rel=1e-12)
+
+
+def test_clients_tune_with_the_learning_rate_of_the_last_round():
+    """A cosine from 0.4 to 0 is at 0.2 in the second of two rounds, and at 0 after them."""
+    local = replace(LOCAL, lr=ga.Cosine(value=0.4, end=0.0))
+    result = run(task_of(), local=local)
+    final = task_of(model=result.model)
+    for one in result.personalized:
+        assert one.loss == pytest.approx(by_hand(final, one.client, tuned=True)[0], rel=1e-12)
 
 
 def test_measuring_clients_changes_no_training_and_no_other_number():
