@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,4 +285,4 @@ def _described(value: Any) -> Any:
     if isinstance(value, Schedule):
         kind = re.sub(r"(?<!^)(?=[A-Z])", "-", type(value).__name__).lower()  # OffUntil is off-until
         return {"kind": kind} | _plain(value)
-    return plain_value(value)
+    return _plain(value) if is_dataclass(value) else plain_value(value)

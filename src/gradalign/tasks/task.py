@@ -221,7 +221,7 @@ class Task:
 
     def __repr__(self) -> str:
         """Return name and counts: data and models are long."""
-        words = [f"{len(self.clients):,} clients"]
+        words = [f"{len(self.clients):,} client{'s' * (len(self.clients) != 1)}"]
         if (sizes := self.sizes) is not None:
             words.append(f"{int(sizes.sum()):,} training examples")
         if self.test_examples is not None:
