@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ def test_a_function_may_end_the_run(way, tmp_path):
     assert torch.equal(vector(result), vector(run(rounds=3, measure=measure))), "the model of the third round"
 
 
+def test_every_round_is_told_of_and_the_last_one_is_not_stopped():
+    heard = []
+    result = run(rounds=3, on_round=lambda row: heard.append(row["round"]) or row["round"] == 3)
+    assert heard == [1, 2, 3]
+    assert "stopped" not in result.summary
+
+
 @pytest.mark.parametrize(
     ("answer", "words"), [(3, "what on_round returns must be True or False"), ("yes", "what on_round returns")]
 )
@@ -90,6 +98,27 @@ def test_patience_by_hand():
     assert monitor_of(values, early_stopping=EarlyStopping(patience=2))[2] == [False] * 8 + [False]
     assert monitor_of(values, early_stopping=EarlyStopping(patience=1))[2][3:6] == [True, True, False]
     assert monitor_of([1.0, 2.0, 3.0], mode="max", early_stopping={"patience": 1})[2] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "larger"),
+    [
+        ("accuracy", "validation_accuracy", True),
+        ("test_loss", "validation_loss", False),
+        ("wide", "validation_wide", True),
+        ("validation_wide", "validation_wide", True),
+        ("train_loss", "train_loss", False),
+        ("clients_worst_accuracy", "clients_worst_accuracy", True),
+        ("r", "r", False),
+    ],
+)
+def test_names_of_what_is_monitored(name, column, larger):
+    """The metric on what the run is scored on; any other column by its own name."""
+    task = replace(ga.hold_out(blobs(), 0.2), metrics={"wide": lambda outputs, targets: 0.0})
+    watched = Monitor(ga.Measure(monitor=name), task)
+    assert (watched.name, watched.larger) == (column, larger)
+    assert watched.value({column: 0.25}) == (0.25 if larger else -0.25)
+    assert Monitor(ga.Measure(monitor=name, mode="min"), task).value({column: 0.25}) == -0.25
 
 
 def expected_stop(values: list[float], patience: int) -> int:
@@ -180,7 +209,15 @@ def test_a_checkpoint_of_the_stopping_round_is_not_gone_on_from(tmp_path, monkey
         ({"early_stopping": {"min_delta": 1.0}}, "early_stopping is a table of patience and min_delta"),
         ({"early_stopping": {"patience": 1, "wait": 2}}, "early_stopping is a table of patience and min_delta"),
         ({"early_stopping": {"patience": 1, "min_delta": -1.0}}, "early_stopping.min_delta must be a number"),
-        ({"mode": "largest"}, 'measure.mode must be "max" or "min"'),
+        ({"monitor": "loss", "mode": "largest"}, 'measure.mode must be "max" or "min"'),
+        ({"mode": "min"}, 'measure.mode must be "max" or "min" of a measure.monitor'),
+        ({"monitor": 3}, "measure.monitor is the name of a metric"),
+        ({"metrics": 3}, "measure.metrics is a list of names"),
+        ({"keep_best": True, "test_every": 0}, "test_accuracy is not measured on the way; set measure.test_every"),
+        (
+            {"keep_best": True, "monitor": "r", "train_every": 0},
+            "r is not measured on the way",
+        ),
         ({"metrics": "f1"}, "measure.metrics is a list of names"),
         ({"keep_best": 1}, "measure.keep_best must be True or False"),
     ],
@@ -188,6 +225,18 @@ def test_a_checkpoint_of_the_stopping_round_is_not_gone_on_from(tmp_path, monkey
 def test_what_cannot_be_followed_is_said(measure, words, tmp_path):
     with pytest.raises(ga.GradalignError, match=words):
         run(measure=ga.Measure(**measure), out=tmp_path / "run")
+    assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_clients_must_be_measured_on_the_way_to_be_followed():
+    task = replace(blobs(), client_tests=blobs().clients)
+    followed = {"monitor": "clients_worst_loss", "keep_best": True}
+    with pytest.raises(ga.GradalignError, match=r"clients_worst_loss is not measured on the way"):
+        ga.run(task, ga.FedAvg(), rounds=2, workers=0, measure=ga.Measure(**followed))
+    measure = ga.Measure(**followed, clients_every=1)
+    result = ga.run(task, ga.FedAvg(), rounds=3, local=LOCAL, workers=0, measure=measure)
+    losses = result.history["clients_worst_loss"]
+    assert result.summary["monitor"]["round"] == losses.index(min(losses))
 
 
 def test_nothing_to_follow():
@@ -198,3 +247,25 @@ def test_nothing_to_follow():
     result = ga.run(task, ga.FedAvg(), rounds=3, workers=0, measure=followed)
     losses = result.history["train_loss"]
     assert result.summary["monitor"] == {"name": "train_loss", "best": min(losses), "round": losses.index(min(losses))}
+
+
+@pytest.mark.parametrize(("monitor", "mode"), [("f1", None), ("test_accuracy", "min")])
+def test_a_trial_of_a_sweep_is_scored_by_the_monitored_metric(monitor, mode, tmp_path):
+    from gradalign.recipes.spec import validate
+    from gradalign.server.runner import RunOptions
+    from gradalign.sweep.plan import TrialRunner
+    from gradalign.sweep.protocol import Outcome, scoring_of
+
+    tables = {"rounds": 3, "task": {"clients": 5}, "algorithm": {"name": "fedavg"}, "clients": {"holdout": 0.2}}
+    measure = {"metrics": ["f1"], "monitor": monitor, "test_every": 1} | ({"mode": mode} if mode else {})
+    spec = validate(tables | {"measure": measure}, "here")
+    state, score, facts = TrialRunner(RunOptions(workers=0), 0.5).run(spec, tmp_path / "t", None, lambda row: None)
+    assert state == "complete"
+    name, sign = ("f1", 1) if mode is None else ("accuracy", -1)
+    assert score == sign * read_metrics(tmp_path / "t")[-1][f"validation_{name}"]
+    assert facts[f"validation_{name}"] == sign * score
+    scoring = scoring_of(
+        [Outcome(stage="s", slot=0, entry="e", seed=0, point={}, state=state, score=score, facts=facts)]
+    )
+    assert (scoring.name, scoring.larger) == (name, mode is None)
+    assert scoring.shown(score) == (score if mode is None else -100 * score)

@@ -5,23 +5,29 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 import gradalign as ga
 from conftest import vector
 from gradalign.algorithms.plan import combine
+from gradalign.cli.app import app
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
 from gradalign.recipes.build import build_task
+from gradalign.report import write_report
+from gradalign.runs.read import gather
 from gradalign.server.clients import ClientResults, spread_over_clients
+from run_folders import spec_of, write_run
 
 LOCAL = ga.LocalTraining(lr=0.2, steps=3, weight_decay=0.01)
 
@@ -212,6 +218,23 @@ def test_what_cannot_be_measured_is_said(more, words):
         run(task_of(client_tests=None), **more)
 
 
+def test_a_test_that_fails_at_the_end_costs_no_training(tmp_path):
+    """The model does not fit the examples of client 2: the rounds before are kept, and gone on from."""
+    wrong = [data(3, 0), None, (torch.zeros(4, 9).double(), torch.zeros(4, dtype=torch.int64)), None]
+    with pytest.raises(ga.GradalignError, match="client 2 failed: RuntimeError"):
+        run(task_of(client_tests=wrong), out=tmp_path, rounds=3)
+    assert (tmp_path / "checkpoint.safetensors").exists()
+    played = []
+    found = run(task_of(), out=tmp_path, rounds=3, resume=True, on_round=lambda row: played.append(row["round"]))
+    assert played == [3]
+    assert found.clients == run(task_of(), rounds=3).clients
+
+
+def test_client_tests_must_be_examples():
+    with pytest.raises(ga.GradalignError, match=r"Task.client_tests, client 3: cannot read examples from int"):
+        task_of(client_tests=[None, None, None, 3])
+
+
 def test_client_tests_must_fit_the_clients():
     with pytest.raises(ga.GradalignError, match=r"Task.client_tests must be a sequence with one entry for each of 4"):
         task_of(client_tests=[None])
@@ -234,3 +257,74 @@ def test_a_client_whose_tuning_diverges_hides_nothing():
     assert math.isnan(back.clients[0].loss)
     assert back.clients[1] == scores[1]
     assert back.personalized == (scores[1],)
+
+
+def folder_with(path, clients: object, **finals) -> None:
+    """A finished run by hand, with this clients.json."""
+    text = clients if isinstance(clients, str) else json.dumps(clients)
+    write_run(path, spec_of("fedavg"), clients=text)
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps(summary | finals))
+
+
+def test_the_page_tells_of_single_clients(tmp_path):
+    table = {"client": [0, 7], "examples": [1200, 3], "loss": [0.5, None], "accuracy": [0.75, 0.125], "f1": [None, 1]}
+    finals = {f"final_clients_{what}_accuracy": 0.125 for what in ("mean", "worst", "worst_tenth", "spread")}
+    folder_with(tmp_path / "run", {"round": 4, "of": 9, "clients": table, "personalized": {}}, **finals)
+    (run,) = gather([tmp_path]).runs
+    assert run.clients.clients["accuracy"] == [0.75, 0.125]
+    page = write_report([tmp_path], tmp_path / "report.html").read_text()
+    section = page.split("Client by client")[1].split("<h3>")[0]
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", section)
+    assert cells[:10] == ["algorithm", "mean", "worst", "worst tenth", "spread", "fedavg", *["12.50"] * 4]
+    assert cells[10:] == ["client", "examples", "fedavg", "0", "1,200", "75.00", "7", "3", "12.50"]
+    assert "The first 2 of 9." in section
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [
+        "no JSON",
+        [],
+        {"of": 2},
+        {"of": 2, "clients": {"client": 3}},
+        {"of": 2, "clients": {"client": [0, 1], "accuracy": [0.5]}},
+        {"of": -1, "clients": {"client": [0]}},
+        {"of": 2, "clients": {"client": ["<script>"]}},
+        {"of": 2, "clients": {"client": [0], "accuracy": "0.5"}},
+        {"of": 2, "clients": {"client": [True]}},
+        {"of": 2, "clients": {"client": [0]}, "personalized": 3},
+    ],
+)
+def test_a_table_of_clients_that_is_none_is_left_out(tmp_path, clients):
+    folder_with(tmp_path / "run", clients)
+    (run,) = gather([tmp_path]).runs
+    assert run.clients is None
+
+
+def test_numbers_that_nobody_can_reckon_with_are_left_out(tmp_path):
+    folder_with(tmp_path / "run", '{"of": 1, "clients": {"client": [0], "loss": [1e999], "accuracy": ["<b>"]}}')
+    (run,) = gather([tmp_path]).runs
+    assert run.clients.clients == {"client": [0.0], "loss": [None], "accuracy": [None]}
+
+
+def test_results_that_were_changed_are_not_taken_for_the_runs(tmp_path):
+    run(task_of(), out=tmp_path, rounds=1)
+    path = tmp_path / "clients.json"
+    path.write_text(path.read_text().replace('"of": 4', '"of": 5'))
+    with pytest.raises(ga.GradalignError, match=r"clients.json was changed or cut"):
+        run(task_of(), out=tmp_path, rounds=1, resume=True)
+
+
+def test_the_command_line_tells_of_clients_and_of_an_early_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    stop = ["measure.early_stopping={patience=1,min_delta=0.99}", "measure.personalized=true", "measure.metrics=['f1']"]
+    words = [word for setting in ("rounds=5", *stop) for word in ("--set", setting)]
+    done = CliRunner().invoke(app, ["run", "digits", *words, "--workers", "0", "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["rounds"] == 1
+    assert f"worst {summary['final_clients_worst_accuracy']:.2%}" in done.output
+    assert re.search(r"tuned at home +accuracy: mean ", done.output)
+    assert f"{summary['final_test_f1']:.4g}" in done.output
+    assert "test accuracy did not get better by more than 0.99 in the last measurement" in done.output

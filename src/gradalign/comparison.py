@@ -174,10 +174,12 @@ def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float |
     reached = [rounds_to(run.rows, target) for run in runs if run.failure is None]
     counted = [float(rounds) for rounds in reached if rounds is not None]
     spec = runs[0].planned.spec
-    scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss", "final_clients_worst_accuracy")
+    scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss")
+    known = dict.fromkeys(key for run in runs for key in run.summary)
+    by_client = [key for key in known if key.startswith(("final_clients_", "final_personalized_"))]
     return {
         "name": name,
-        **{score: spread(_known(runs, score)) for score in scores},
+        **{score: spread(_known(runs, score)) for score in (*scores, *by_client)},
         "communication_rounds_to_target": spread(counted),
         "reached_target": len(counted),
         "final_r": spread(_known(runs, "final_r")),

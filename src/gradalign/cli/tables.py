@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradalign.cli.common import plain
-from gradalign.cli.results import further_rows
+from gradalign.cli.results import clients_tables, further_rows
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
 from gradalign.recipes.paper import NUMBERS_LEFT_OUT
@@ -125,8 +125,6 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     on = plain(summary.get("scored_on", "test"))
     scored = any(entry[f"best_{on}_accuracy"] for entry in entries)
     columns = [f"best {on} accuracy, %", f"final {on} accuracy, %"] if scored else [f"final {on} loss"]
-    by_client = any(entry.get("final_clients_worst_accuracy") for entry in entries)
-    columns += ["worst client, %"] if by_client else []
     columns += ["communication rounds" + (f" to {100 * target:.4g} %" if target else ""), "final r(x)"]
     scale = f", scaled to {summary['scale']}" if summary.get("scale") else ""
     table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {most}{scale}"))
@@ -140,10 +138,11 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         cells = [spread_words(entry[f"final_{on}_loss"], ".4g")]
         if scored:
             cells = [spread_words(entry[f"{which}_{on}_accuracy"], ".2f", 100.0) for which in ("best", "final")]
-        cells += [spread_words(entry.get("final_clients_worst_accuracy"), ".2f", 100.0)] if by_client else []
         cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
         table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if known else []))
     console.print(table)
+    for table in clients_tables(entries, spread_words):
+        console.print(table)
     lines = [
         _data_line(summary["task"]),
         f"paper: {_paper_line(paper)}" if paper else "",

@@ -18,6 +18,7 @@ from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.server.federation import Federation, make_federation, single_step
+from gradalign.server.measure import Measure, require_measurable
 from gradalign.tasks.digits import digits
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.paper import cifar10, cifar100, emnist, shakespeare
@@ -250,7 +251,7 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
     """Return the federation that a spec describes; a task made by ``task_of`` already may be given."""
     algorithm = build_algorithm(spec.algorithm, spec.server)
     local = replace(build_local(spec.local, algorithm), precision=spec.precision)
-    return make_federation(
+    federation = make_federation(
         with_metrics(task or task_of(spec), spec.measure.metrics),
         algorithm,
         local,
@@ -259,3 +260,5 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
         fast=spec.fast,
         rounds=spec.rounds,
     )
+    require_measurable(Measure(**spec.measure.model_dump()), federation)
+    return federation

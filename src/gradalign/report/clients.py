@@ -8,7 +8,7 @@ from gradalign.report.experiments import Experiment, shown_value
 from gradalign.report.statistics import spread_of
 from gradalign.runs.read import Run
 
-_WHAT = {"mean": "mean", "worst": "worst", "worst_tenth": "worst tenth", "spread": "spread"}
+_COLUMNS = ("mean", "worst", "worst_tenth", "spread")
 _WHEN = {"clients": "", "personalized": ", tuned at home"}
 _MOST_CLIENTS = 500
 
@@ -17,20 +17,18 @@ def clients_section(experiment: Experiment) -> dict[str, Any] | None:
     """Return what the template says of the clients' own results; None where no run has them."""
     scored = any(group.finals("final_clients_mean_accuracy") for group in experiment.groups)
     metric, scale, form = ("accuracy", 100.0, ".2f") if scored else ("loss", 1.0, ".4g")
-    names = {
-        f"final_{when}_{what}_{metric}": f"{word}{tuned}"
-        for when, tuned in _WHEN.items()
-        for what, word in _WHAT.items()
-    }
-    known = [name for name in names if any(group.finals(name) for group in experiment.groups)]
-    if not known:
+    rows = []
+    for group in experiment.groups:
+        for when, words in _WHEN.items():
+            values = [group.finals(f"final_{when}_{what}_{metric}") for what in _COLUMNS]
+            if any(values):
+                rows.append((f"{group.label}{words}", [_words(numbers, scale, form) for numbers in values]))
+    if not rows:
         return None
     return {
-        "metric": f"{metric}, %" if scored else metric,
-        "columns": [names[name] for name in known],
-        "rows": [
-            (group.label, [_words(group.finals(name), scale, form) for name in known]) for group in experiment.groups
-        ],
+        "metric": f"{metric} in %" if scored else metric,
+        "columns": [what.replace("_", " ") for what in _COLUMNS],
+        "rows": rows,
         "each": _each(experiment, metric, scale, form),
     }
 

@@ -14,7 +14,7 @@ from torch import nn
 from gradalign import stopping
 from gradalign.client.flat import FlatModel, Point
 from gradalign.engines import Engine
-from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
+from gradalign.errors import GradalignError, RunEndedError, TooFewClientsError
 from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.clients import ClientResults
@@ -52,7 +52,6 @@ class AllRounds:
         self.measure = settle(measure, federation, rounds)
         self.columns = row_columns(self.measure, federation)
         self.monitor = Monitor(self.measure, federation.task)
-        self.monitor.check(federation.task, [*self.columns, "local_loss"])
         self.on_round = on_round
         self.rows: list[Row] = []
         self.clients: ClientResults | None = None
@@ -77,7 +76,7 @@ class AllRounds:
                 if time.monotonic() - saved >= checkpoint_seconds and self.stopped is None:
                     self._save(state)
                     saved = time.monotonic()
-        except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
+        except (RunEndedError, KeyboardInterrupt):
             stopping.answer()
             if self.rows:
                 self._save(state)
@@ -106,10 +105,11 @@ class AllRounds:
         row = row_of(state, facts, self.columns, measured, seconds)
         if self.monitor.take(row) and self.measure.keep_best:
             state = replace(state, best=(state.round, state.point))
+        asked = ask(self.on_round, row) if facts is not None else None
         if facts is not None and not last:
-            self.stopped = self.monitor.why_stop or ask(self.on_round, row)
-            if self.stopped is not None:  # the last round is measured in full, whichever it is
-                row |= self._measured(state, self.measure.due(state.round, last=True) - due)
+            self.stopped = self.monitor.why_stop or asked
+        if self.stopped is not None:  # the last round is measured in full, whichever it is
+            row |= self._measured(state, self.measure.due(state.round, last=True) - due)
         self.rows.append(row)
         if self.folder is not None:
             self.folder.append(row)

@@ -24,7 +24,7 @@ from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server.alignment import alignment_of
 from gradalign.server.clients import ClientResults, client_columns, score_clients, spread_over_clients
 from gradalign.server.federation import Federation, ServerState
-from gradalign.server.monitor import EarlyStopping
+from gradalign.server.monitor import EarlyStopping, Monitor
 from gradalign.tasks.metrics import metrics_of
 
 TEST_POINTS, TRAIN_POINTS = 50, 20
@@ -80,10 +80,12 @@ class Measure:
         if self.target_accuracy is not None:
             checked["target_accuracy"] = real("measure.target_accuracy", self.target_accuracy, 0.0, 1.0)
         checked |= {name: flag(f"measure.{name}", getattr(self, name)) for name in ("personalized", "keep_best")}
-        if isinstance(self.metrics, str) or not all(isinstance(name, str) for name in self.metrics):
+        if not isinstance(self.metrics, list | tuple) or not all(isinstance(name, str) for name in self.metrics):
             raise GradalignError(f"measure.metrics is a list of names, got {self.metrics!r}")
-        if self.mode not in (None, "max", "min"):
-            raise GradalignError(f'measure.mode must be "max" or "min", got {self.mode!r}')
+        if self.monitor is not None and not isinstance(self.monitor, str):
+            raise GradalignError(f"measure.monitor is the name of a metric, got {self.monitor!r}")
+        if self.mode is not None and (self.mode not in ("max", "min") or self.monitor is None):
+            raise GradalignError(f'measure.mode must be "max" or "min" of a measure.monitor, got {self.mode!r}')
         for name, value in (checked | {"metrics": tuple(self.metrics)}).items():
             object.__setattr__(self, name, value)
 
@@ -125,11 +127,11 @@ def settle(measure: Measure, federation: Federation, rounds: int) -> Measure:
 
 
 def _clients_every(measure: Measure, federation: Federation) -> int | None:
-    """Return every how many rounds clients are scored: None, at the end, only where they have tests."""
-    if federation.task.client_tests is not None or (measure.clients_every and federation.elsewhere):
+    """Return every how many rounds clients are scored, None for the end alone: where they have tests, or are asked."""
+    asked = "clients_every" if measure.clients_every else "personalized" if measure.personalized else None
+    if federation.task.client_tests is not None or (federation.elsewhere and asked):
         return measure.clients_every
-    if measure.clients_every or measure.personalized:
-        asked = "clients_every" if measure.clients_every else "personalized"
+    if asked:
         raise GradalignError(
             f"measure.{asked} is set, but the task {federation.task.name} has no test examples of its clients; give "
             "Task(client_tests=...), or hold some out with clients.holdout or gradalign.hold_out"
@@ -168,6 +170,12 @@ def row_columns(measure: Measure, federation: Federation) -> list[str]:
     names = ["test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine"]
     names += [f"{task.scored_on}_{name}" for name in ("loss", "accuracy", *task.metrics)]
     return names + (client_columns(measure, task) if measure.clients_every != 0 else [])
+
+
+def require_measurable(measure: Measure, federation: Federation) -> None:
+    """Refuse what this task does not have, before anything is written."""
+    settled = replace(measure, clients_every=_clients_every(measure, federation))
+    Monitor(settled, federation.task).check(settled, federation.task, row_columns(settled, federation))
 
 
 def measured_at(

@@ -61,9 +61,10 @@ class Monitor:
         scored, name = task.scored_on, measure.monitor
         # Where training examples are held out, as in a sweep, the same metric is the one on those.
         bare = (name or "").removeprefix("test_").removeprefix("validation_")
-        name = bare if bare in ("accuracy", "loss", *task.metrics) else name
+        scores = bare in ("accuracy", "loss", *task.metrics)
+        name = bare if scores else name
         self._scores = f"{scored}_accuracy", f"{scored}_loss"
-        self._column = f"{scored}_{name}" if name == bare and name else name
+        self._column = f"{scored}_{bare}" if scores else name
         self._rule, self._follows = measure.early_stopping, measure.early_stopping is not None or measure.keep_best
         metric = task.metrics.get(name or "")
         self.larger = larger_is_better(name or "", metric) if measure.mode is None else measure.mode == "max"
@@ -72,13 +73,20 @@ class Monitor:
         self.best_round: int | None = None
         self._beat, self._waited = -math.inf, 0
 
-    def check(self, task: Task, columns: Sequence[str]) -> None:
-        """Refuse to follow what a run with these columns does not measure."""
-        if self._column is not None and self._column not in columns:
+    def check(self, measure: Measure, task: Task, columns: Sequence[str]) -> None:
+        """Refuse to follow what a run with these columns does not measure, or not before its end."""
+        if self._column is not None and self._column not in (*columns, "local_loss"):
             known = ", ".join([*self._scores, *task.metrics])
             problem = f'"{self._column}" is not measured in this run; give one of {known}'
             raise GradalignError(f"measure.monitor: {problem}")
-        if self._follows and self.name.startswith(f"{task.scored_on}_") and task.test_examples is None:
+        kind = self.name.partition("_")[0]
+        clients = measure.clients_every or 0  # None is at the end alone
+        spacings = {task.scored_on: ("test", measure.test_every), "local": ("", None)}
+        spacings |= dict.fromkeys(("clients", "personalized"), ("clients", clients))
+        what, every = spacings.get(kind, ("train", measure.train_every))
+        if self._follows and every == 0:
+            raise GradalignError(f"measure.monitor: {self.name} is not measured on the way; set measure.{what}_every")
+        if self._follows and kind == task.scored_on and task.test_examples is None:
             raise GradalignError(
                 f"early stopping and keep_best follow a metric, and the task {task.name} has no test examples; give "
                 'Task(test=...), or hold some out, or set measure.monitor to another column such as "train_loss"'

@@ -26,7 +26,7 @@ from gradalign.runs.metrics import read_metrics
 from gradalign.server.all_rounds import AllRounds, Tell, model_at
 from gradalign.server.clients import ClientResults
 from gradalign.server.federation import Federation
-from gradalign.server.measure import Measure, Row
+from gradalign.server.measure import Measure, Row, require_measurable
 from gradalign.server.monitor import OnRound
 from gradalign.server.result import Result
 from gradalign.server.summary import columns
@@ -105,6 +105,7 @@ def conduct(
     info = RunInfo(name=name, folder=Path(options.out) if options.out else None, settings=spec, rounds=rounds)
     with ExitStack() as stack:
         stack.enter_context(errors.no_exit(f"the code of the task {federation.task.name}"))
+        require_measurable(measure, federation)
         # The engine first: when the folder is refused, the ranks are there to be told.
         engine = stack.enter_context(engine_maker())
         if isinstance(engine, DistributedEngine) and engine.rank != 0:

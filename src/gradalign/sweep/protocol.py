@@ -143,7 +143,7 @@ class Scoring:
     @property
     def factor(self) -> float:
         """What a score is multiplied with to be shown: accuracies in percent, losses as they are."""
-        return 100.0 if self.name == "accuracy" else 1.0 if self.larger else -1.0
+        return (100.0 if self.name == "accuracy" else 1.0) * (1.0 if self.larger else -1.0)
 
     @property
     def words(self) -> str:

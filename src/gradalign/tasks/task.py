@@ -210,6 +210,11 @@ class Task:
             if given is not None and (not hasattr(given, "__len__") or len(given) != count):
                 raise GradalignError(f"Task.{name} must be a sequence with one entry for each of {count} clients")
         check_metrics(self.metrics)
+        for client, entry in enumerate(self.client_tests if isinstance(self.client_tests, list | tuple) else ()):
+            try:
+                _ = entry is None or example_count(entry)
+            except GradalignError as error:
+                raise GradalignError(f"Task.client_tests, client {client}: {error}") from None
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
         if self.sizes is not None and not self.sizes.all():
             raise self._has_none(int(self.sizes.argmin()))
