@@ -81,6 +81,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "server/rounds": (*ROUNDS, "evaluation", "streams", "measuring", "local", "together", "lockstep"),
     "tasks/batches": (*TASKS, "batches"),
     "tasks/divide": TASKS,
+    "tasks/encode": ("tables",),
     "tasks/holdout": TASKS,
     "tasks/partition": TASKS,
     "theory/check": THEORY,
