@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -36,9 +34,11 @@ Checkpoint = Annotated[float, Option(min=0, help="Keep a checkpoint at most this
 
 
 @app.callback(invoke_without_command=True)
-def _version(
+def _before_all(
     version: bool = Option(False, "--version", help="Print the version and leave.", is_eager=True),
+    debug: bool = Option(False, "--debug", help="Show the traceback of an error, too; may stand anywhere."),
 ) -> None:
+    common.show_tracebacks(debug)
     if version:
         print(f"gradalign {__version__}")
         raise typer.Exit
@@ -56,8 +56,9 @@ def run(
     resume: Resume = False,
     engine: str | None = Option(
         None,
-        metavar="local|flower|distributed",
-        help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
+        metavar="ENGINE",
+        help="Who does the clients' work: local, flower or distributed (the default under torchrun, else local). "
+        "Results agree to rounding.",
     ),
     device: Device = "cpu",
     workers: Workers = None,
@@ -76,7 +77,7 @@ def run(
         loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
         spec = loaded.spec()
         folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
-        common.advise_resume(folder)
+        common.advise_resume(folder, resume=resume)
         options = RunOptions(
             engine=engine or default_engine(),
             device=device,
@@ -84,6 +85,7 @@ def run(
             out=folder,
             resume=resume,
             checkpoint_seconds=checkpoint_seconds,
+            progress=True,
             trackers=loaded.trackers(),
         )
         with using_data_folder(data_dir):
@@ -99,7 +101,7 @@ def run(
 @app.command()
 def compare(
     recipe: str = Argument("digits", help="A recipe file or a shipped recipe's name."),
-    algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox."),
+    algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,fedavg."),
     seeds: int | None = Option(None, min=1, help="How many seeds each algorithm runs with."),
     settings: Settings = None,
     task: UserTask = None,
@@ -133,7 +135,7 @@ def compare(
             if "" in entries:
                 raise GradalignError(f'--algorithms takes names joined by commas, and one is empty in "{algorithms}"')
         folder = output_folder(out, f"compare-{loaded.changes.get('name', loaded.data['name'])}", resume=resume)
-        common.advise_resume(folder)
+        common.advise_resume(folder, resume=resume)
         trackers = loaded.trackers()
         options = RunOptions(
             device=device, workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=trackers
@@ -142,7 +144,7 @@ def compare(
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
             rounds = sum(one.spec.rounds for one in planned)
             with claimed_folder(folder, planned, resume=resume):
-                with rounds_bar(rounds) if sys.stderr.isatty() else nullcontext(lambda label, row: None) as tick:
+                with rounds_bar(rounds) as tick:
                     finished = run_comparison(
                         planned, options, on_row=lambda one, row: tick(f"{one.entry}, seed {one.seed}", row)
                     )

@@ -84,7 +84,7 @@ def sweep(
                 seeds=seeds,
             )
             folder = output_folder(out, f"sweep-{plan.name}", resume=resume)
-            common.advise_resume(folder)
+            common.advise_resume(folder, resume=True)  # as the same command does, unasked
             summary = run_sweep(plan, folder, options, storage=storage, study=study, show=sys.stderr.isatty())
         if as_json:
             common.print_json(summary)

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradalign.cli.common import plain
+from gradalign.cli.common import plain, print_line, print_table
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
@@ -96,7 +97,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
     for name, text in rows:
         if text or name == "data":
             table.add_row(f"[bold]{name}[/bold]", plain(text))
-    console.print(table)
+    print_table(console, table)
 
 
 def _paper_words(paper: Mapping[str, Any] | None) -> str | None:
@@ -119,9 +120,11 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
     on = plain(summary.get("scored_on", "test"))
     scored = any(entry[f"best_{on}_accuracy"] for entry in entries)
-    columns = [f"best {on} accuracy, %", f"final {on} accuracy, %"] if scored else [f"final {on} loss"]
-    columns += ["communication rounds" + (f" to {100 * target:.4g} %" if target else ""), "final r(x)"]
-    table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {most}"))
+    columns = ["best, %", "final, %"] if scored else ["final"]
+    columns += [f"rounds to {100 * target:.4g} %" if target else "rounds to target", "final r(x)"]
+    what = f"{on} {'accuracy' if scored else 'loss'}"
+    title = plain(f"{summary['name']}: {what}, {seeds_words(summary)}, {most}")
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("algorithm", style="bold")
     for name in [*columns, "paper, %"] if paper else columns:
         table.add_column(name, justify="right")
@@ -133,39 +136,39 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
             cells = [spread_words(entry[f"{which}_{on}_accuracy"], ".2f", 100.0) for which in ("best", "final")]
         cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
         table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []))
-    console.print(table)
+    print_table(console, table)
     lines = [
         _data_line(summary["task"]),
         f"scale: {summary['scale']}" if summary.get("scale") else "",
         f"paper: {_paper_line(paper)}" if paper else "",
-        "mean ± standard deviation over the seeds; a round with a gradient phase counts as two",
+        "mean ± standard deviation over the seeds; rounds are of communication: one with a gradient phase is two",
         f"curves: {folder / CURVES}" if (folder / CURVES).exists() else "",
         f"summary: {folder / SUMMARY}",
         f"report: {folder / REPORT}" if (folder / REPORT).exists() else "",
     ]
     for line in filter(None, lines):
-        console.print(plain(line), soft_wrap=True)
+        print_line(console, line)
 
 
 def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """Print the stages, the finalists and where everything is."""
     from gradalign.sweep.results import BEST, BETA, TABLE, VALUES
 
-    console.print(_stages_table(summary))
-    console.print(_finalists_table(summary))
-    console.print(
+    print_table(console, _stages_table(summary))
+    print_table(console, _finalists_table(summary))
+    print_line(
+        console,
         "chosen by validation on training data that was held out; tested after training on all training data; "
         "mean ± standard deviation over the seeds",
-        soft_wrap=True,
     )
     if summary["scale"]:
-        console.print(f"scale: {plain(summary['scale'])}", soft_wrap=True)
+        print_line(console, f"scale: {summary['scale']}")
     places = {"best values": BEST, "all trials": TABLE, "accuracy over β": BETA, "accuracy over each value": VALUES}
     for what, file in (places | {"report": REPORT}).items():
         if (folder / file).exists():
-            console.print(f"{what}: {plain(folder / file)}", soft_wrap=True)
+            print_line(console, f"{what}: {folder / file}")
     if not (folder / REPORT).exists():
-        console.print("report: none here, because the finalists' runs lie in another process's folder", soft_wrap=True)
+        print_line(console, "report: none here, because the finalists' runs lie in another process's folder")
 
 
 def _stages_table(summary: Mapping[str, Any]) -> Table:
@@ -217,11 +220,9 @@ def print_tasks(console: Console, tasks: list[dict[str, Any]], recipes: list[str
     for task in tasks:
         settings = "\n".join(plain(f"{key} = {value!r}") for key, value in task["settings"].items())
         table.add_row(f"[bold]{task['name']}[/bold]", plain(task["description"]), settings)
-    console.print(table)
-    console.print(
-        'your own: [bold]task.name = "package.module:function"[/bold], a function that returns a gradalign.Task'
-    )
-    console.print(f"recipes: {', '.join(recipes)}", soft_wrap=True)
+    print_table(console, table)
+    print_line(console, 'your own: task.name = "package.module:function", a function that returns a gradalign.Task')
+    print_line(console, f"recipes: {', '.join(recipes)}")
 
 
 def load_shown(folder: Path) -> dict[str, Any]:
@@ -266,4 +267,4 @@ def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> Non
     if shown["kind"] == "run":
         done, rounds = (shown["last_row"] or {}).get("round", 0), shown["spec"].get("rounds", "?")
         todo = f"{done} of {rounds} rounds written; continue it with --resume"
-    console.print(plain(f"not complete: {todo}"), soft_wrap=True)
+    print_line(console, f"not complete: {todo}")

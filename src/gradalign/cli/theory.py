@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json
+from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from gradalign.tasks.task import Task
@@ -63,11 +63,11 @@ def _limits_table(checks: Sequence[Check]) -> Table:
 
 
 def _print_checks(checks: Sequence[Check], console: Console) -> None:
-    console.print(_orders_table(checks))
-    console.print(_limits_table(checks))
+    print_table(console, _orders_table(checks))
+    print_table(console, _limits_table(checks))
     noted = [check for check in checks if check.note]
     for note in dict.fromkeys(f"{'Finding, ' if c.finding else ''}{c.number}: {c.note}" for c in noted):
-        console.print(plain(note), highlight=False)
+        print_line(console, note)
     failed = sum(not check.passed for check in checks)
     console.print(f"{len(checks) - failed} of {len(checks)} checks passed" + (f", {failed} failed" if failed else ""))
 
@@ -126,8 +126,9 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
     }.items():
         table.add_row(name, text)
     console.print(f"[bold]{plain(found.task)}[/bold]")
-    console.print(table)
-    console.print(f"\n{plain(found.sentence)}", highlight=False)
+    print_table(console, table)
+    console.print()
+    print_line(console, found.sentence)
 
 
 def diagnose(
