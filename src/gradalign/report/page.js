@@ -68,7 +68,7 @@
         found.push({
           ...common, x: xs, y: curve.mean, mode: curve.mean.length < 30 && !quantity.stepped ? "lines+markers" : "lines", line, marker: { size: 5, color: line.color },
           customdata: curve.rounds.map((round, i) => [round, curve.low[i], curve.high[i]]),
-          hovertemplate: `<b>${format}</b>${spread}, round %{customdata[0]}<extra>%{fullData.name}</extra>`, meta: "mean",
+          hovertemplate: `${format}${spread}, round %{customdata[0]}<extra>%{fullData.name}</extra>`, meta: "mean",
         });
       }
     });
