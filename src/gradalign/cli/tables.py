@@ -161,6 +161,9 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         "chosen by validation on training data that was held out; tested after training on all training data; "
         "mean ± standard deviation over the seeds",
     )
+    if summary.get("does_it_help"):
+        print_table(console, _help_table(summary["does_it_help"]))
+        print_line(console, summary["does_it_help"]["sentence"])
     if summary["scale"]:
         print_line(console, f"scale: {summary['scale']}")
     places = {"best values": BEST, "all trials": TABLE, "accuracy over β": BETA, "accuracy over each value": VALUES}
@@ -201,6 +204,24 @@ def _finalists_table(summary: Mapping[str, Any]) -> Table:
         validated, tested = (spread_words(row[f"{name}_{what}"], form, scale) for name in ("validation", "test"))
         diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
         table.add_row(f"[bold]{values} (chosen)" if row["chosen"] else values, validated, tested + diverged)
+    return table
+
+
+def _help_table(found: Mapping[str, Any]) -> Table:
+    what, form = (f"test {found['what']}", ".2f") if found["what"] == "accuracy" else ("test loss", ".4g")
+    table = Table(
+        "algorithm", "values", title="does it help? both tuned, at as much communication", box=box.SIMPLE_HEAD
+    )
+    for name in ("communication rounds", "seeds", what + (", %" if form == ".2f" else "")):
+        table.add_column(name, justify="right")
+    for one in found["entries"]:
+        diverged = f" ({one['diverged']} diverged)" if one["diverged"] else ""
+        cells = (
+            f"{one['communication_rounds']:,}",
+            f"{one['seeds']}{diverged}",
+            spread_words(one[f"test_{found['what']}"], form),
+        )
+        table.add_row(plain(one["algorithm"]), plain(describe_point(one["values"])), *cells)
     return table
 
 

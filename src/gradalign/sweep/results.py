@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -21,7 +20,18 @@ from gradalign.runs import SUMMARY, write_json, write_toml, write_whole
 from gradalign.server.measure import versions
 from gradalign.sweep.grid import PLACES, Point, apply_point, describe_point, shown
 from gradalign.sweep.plan import SweepPlan, plain
-from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, Found, Outcome, are_accuracies, best_of, count_states
+from gradalign.sweep.protocol import (
+    FINALISTS,
+    TEST,
+    TEST_BASELINE,
+    TEST_BETA,
+    Found,
+    Outcome,
+    are_accuracies,
+    best_of,
+    count_states,
+)
+from gradalign.sweep.verdict import compare_with_baseline, known
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,8 +83,8 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
             {
                 "values": first.point,
                 name: spread([sign * score for score in scores]),
-                "test_accuracy": spread(_known(runs, "test_accuracy")),
-                "test_loss": spread(_known(runs, "test_loss")),
+                "test_accuracy": spread(known(runs, "test_accuracy")),
+                "test_loss": spread(known(runs, "test_loss")),
                 "diverged": sum(one.state == "diverged" for one in (*again, *runs)),
                 "folders": [one.facts["folder"] for one in (first, *again, *runs) if "folder" in one.facts],
             }
@@ -84,35 +94,35 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
     return [row | {"chosen": place == best} for place, row in enumerate(rows)]
 
 
-def _known(outcomes: Sequence[Outcome], name: str) -> list[float]:
-    values = [one.facts.get(name) for one in outcomes if one.state == "complete"]
-    return [float(value) for value in values if value is not None and math.isfinite(value)]
-
-
 def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
     stages: dict[str, list[Outcome]] = {}
     for one in found.all():
         stages.setdefault(one.stage, []).append(one)
     finalists = finalists_table(found)
+    chosen = next(row["values"] for row in finalists if row["chosen"])
+    score = "accuracy" if are_accuracies(found.tuned) else "loss"
     spec = plan.spec(plan.search.entry, {})
     baseline = best_of(found.baseline, "the baseline") if found.baseline else None
     return {
         "kind": "sweep",
-        "score": "accuracy" if are_accuracies(found.tuned) else "loss",
+        "score": score,
         "scale": describe_scale(spec.full_size, spec) if spec.full_size else None,
         **{key: value for key, value in plan.describe().items() if key != "recipes"},
         "baseline": plan.search.baseline,
         "seeds": list(range(plan.seed, plan.seed + plan.seeds)),
         "stages": [_stage_row(name, outcomes) for name, outcomes in stages.items()],
         "finalists": finalists,
-        "best": next(row["values"] for row in finalists if row["chosen"]),
+        "best": chosen,
         "baseline_best": {"values": baseline.point, "validation_score": baseline.score} if baseline else None,
+        "does_it_help": compare_with_baseline(found, chosen, score),
         "versions": versions(),
     }
 
 
 def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    searched = name not in (FINALISTS, TEST, TEST_BETA) and any(one.score is not None for one in outcomes)
+    searched = name not in (FINALISTS, TEST, TEST_BASELINE, TEST_BETA) and any(
+        one.score is not None for one in outcomes
+    )
     best = best_of(outcomes, name) if searched else None
     return {
         "name": name,
