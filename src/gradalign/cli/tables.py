@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from gradalign.cli.common import plain, print_line, print_table
+from gradalign.cli.results import clients_tables, further_rows
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
+from gradalign.recipes.paper import NUMBERS_LEFT_OUT
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import is_there, read_spec, read_table
-from gradalign.sweep.grid import describe_point
-from gradalign.tracking.progress import score_words
 
 
 def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
@@ -67,7 +67,8 @@ def _paper_number(number: float | Sequence[float] | None) -> str:
 
 
 def _paper_line(paper: Mapping[str, Any]) -> str:
-    return str(paper["source"]) + (f": {paper['claim']}" if paper["claim"] else "")
+    left_out = f"; {NUMBERS_LEFT_OUT}" if paper.get("applies") is False else ""
+    return str(paper["source"]) + (f": {paper['claim']}" if paper["claim"] else "") + left_out
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
@@ -85,6 +86,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
         ("data", _data_line(summary["task"])),
         ("scale", summary.get("scale")),
         *scores,
+        *further_rows(summary),
         ("training loss", _number(summary["final_train_loss"])),
         ("r(x)", _number(summary["final_r"])),
         ("rounds", f"{summary['rounds']} ({communication} of communication, {updates:,} local updates)"),
@@ -123,10 +125,12 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     columns = ["best, %", "final, %"] if scored else ["final"]
     columns += [f"rounds to {100 * target:.4g} %" if target else "rounds to target", "final r(x)"]
     what = f"{on} {'accuracy' if scored else 'loss'}"
-    title = plain(f"{summary['name']}: {what}, {seeds_words(summary)}, {most}")
+    scale = f", scaled to {summary['scale']}" if summary.get("scale") else ""
+    title = plain(f"{summary['name']}: {what}, {seeds_words(summary)}, {most}{scale}")
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("algorithm", style="bold")
-    for name in [*columns, "paper, %"] if paper else columns:
+    known = bool(paper) and any(entry.get("paper_test_accuracy") is not None for entry in entries)
+    for name in [*columns, "paper, %"] if known else columns:
         table.add_column(name, justify="right")
     for entry in entries:
         failed = sum(run["failure"] is not None for run in entry["runs"])
@@ -135,11 +139,12 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         if scored:
             cells = [spread_words(entry[f"{which}_{on}_accuracy"], ".2f", 100.0) for which in ("best", "final")]
         cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
-        table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []))
+        table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if known else []))
     print_table(console, table)
+    for table in clients_tables(entries, spread_words):
+        print_table(console, table)
     lines = [
         _data_line(summary["task"]),
-        f"scale: {summary['scale']}" if summary.get("scale") else "",
         f"paper: {_paper_line(paper)}" if paper else "",
         "mean ± standard deviation over the seeds; rounds are of communication: one with a gradient phase is two",
         f"curves: {folder / CURVES}" if (folder / CURVES).exists() else "",
@@ -148,81 +153,6 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     ]
     for line in filter(None, lines):
         print_line(console, line)
-
-
-def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the stages, the finalists and where everything is."""
-    from gradalign.sweep.results import BEST, BETA, TABLE, VALUES
-
-    print_table(console, _stages_table(summary))
-    print_table(console, _finalists_table(summary))
-    print_line(
-        console,
-        "chosen by validation on training data that was held out; tested after training on all training data; "
-        "mean ± standard deviation over the seeds",
-    )
-    if summary.get("does_it_help"):
-        print_table(console, _help_table(summary["does_it_help"]))
-        print_line(console, summary["does_it_help"]["sentence"])
-    if summary["scale"]:
-        print_line(console, f"scale: {summary['scale']}")
-    places = {"best values": BEST, "all trials": TABLE, "accuracy over β": BETA, "accuracy over each value": VALUES}
-    for what, file in (places | {"report": REPORT}).items():
-        if (folder / file).exists():
-            print_line(console, f"{what}: {folder / file}")
-    if not (folder / REPORT).exists():
-        print_line(console, "report: none here, because the finalists' runs lie in another process's folder")
-
-
-def _stages_table(summary: Mapping[str, Any]) -> Table:
-    table = Table("stage", "algorithm", title=f"{plain(summary['name'])}: the stages")
-    for name in ("trials", "ended early"):
-        table.add_column(name, justify="right")
-    table.add_column("best values", overflow="fold")
-    table.add_column("score", justify="right")
-    for stage in summary["stages"]:
-        best, words = stage["best"], ("–", "–")
-        if best is not None:
-            varied = {name: best["values"][name] for name in stage["varied"]}
-            score = score_words(best["score"], accuracies=summary["score"] == "accuracy")
-            words = (describe_point(varied or best["values"]), score)
-        early = str(stage["pruned"]) + (f" (+ {stage['diverged']} diverged)" if stage["diverged"] else "")
-        table.add_row(*map(plain, (stage["name"], stage["algorithm"], stage["trials"], early, *words)))
-    return table
-
-
-def _finalists_table(summary: Mapping[str, Any]) -> Table:
-    table = Table(title=f"the finalists, {seeds_words(summary)}")
-    table.add_column("values", overflow="fold")
-    what, unit, form, scale = "loss", "", ".4g", 1.0
-    if summary["score"] == "accuracy":
-        what, unit, form, scale = "accuracy", ", %", ".2f", 100.0
-    for name in ("validation", "test"):
-        table.add_column(f"{name} {what}{unit}", justify="right")
-    for row in summary["finalists"]:
-        values = plain(describe_point(row["values"]))
-        validated, tested = (spread_words(row[f"{name}_{what}"], form, scale) for name in ("validation", "test"))
-        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
-        table.add_row(f"[bold]{values} (chosen)" if row["chosen"] else values, validated, tested + diverged)
-    return table
-
-
-def _help_table(found: Mapping[str, Any]) -> Table:
-    what, form = (f"test {found['what']}", ".2f") if found["what"] == "accuracy" else ("test loss", ".4g")
-    table = Table(
-        "algorithm", "values", title="does it help? both tuned, at as much communication", box=box.SIMPLE_HEAD
-    )
-    for name in ("communication rounds", "seeds", what + (", %" if form == ".2f" else "")):
-        table.add_column(name, justify="right")
-    for one in found["entries"]:
-        diverged = f" ({one['diverged']} diverged)" if one["diverged"] else ""
-        cells = (
-            f"{one['communication_rounds']:,}",
-            f"{one['seeds']}{diverged}",
-            spread_words(one[f"test_{found['what']}"], form),
-        )
-        table.add_row(plain(one["algorithm"]), plain(describe_point(one["values"])), *cells)
-    return table
 
 
 def describe_tasks() -> list[dict[str, Any]]:
@@ -271,6 +201,8 @@ def load_shown(folder: Path) -> dict[str, Any]:
 
 
 def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
+    from gradalign.cli.sweep_tables import print_sweep
+
     printers = {"run": print_summary, "comparison": print_comparison, "sweep": print_sweep}
     try:
         for line in as_toml(shown["spec"]).splitlines() if "spec" in shown else ():
