@@ -256,6 +256,7 @@ def test_a_recipe_brings_its_task_its_lr_and_its_steps(tmp_path):
         [task]
         name = "digits"
         clients = 6
+        partition = "iid"
         [algorithm]
         name = "fedavg"
         [local]
@@ -266,7 +267,7 @@ def test_a_recipe_brings_its_task_its_lr_and_its_steps(tmp_path):
         """
     )
     found = json.loads(shown(recipe, "--json").stdout)
-    # 1,348 training digits at 6 clients are 225 at most: 8 batches of 32 an epoch, the last one whole too.
+    # 1,348 training digits at 6 clients are 224 or 225 each: 8 batches of 32 an epoch, counted as whole ones.
     assert (found["clients"], found["lr"], found["steps"]) == (6, 0.3, 16)
     assert (found["trained"], found["gradient_examples"]) == (16 * 32, 100)
     assert "100 examples a client beside the 512 of its steps (+20%)" in found["form"]

@@ -235,7 +235,7 @@ def test_the_sentence_says_what_the_seeds_tell(ours, theirs, larger, words):
         ]
         return [*done, Outcome(stage="test", slot=9, entry=entry, seed=9, point={"lr": 1}, state="diverged")]
 
-    nothing = dict.fromkeys(("tuned", "baseline", "finalists", "validated", "tested_betas"), [])
+    nothing = {key: [] for key in ("tuned", "baseline", "finalists", "validated", "tested_betas")}
     found = Found(**nothing, tested=outcomes("fedga", ours), tested_baseline=outcomes("fedavg", theirs))
     assert words in compare_with_baseline(found, {"lr": 1}, Scoring(name, larger))["sentence"]
 
