@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from gradalign.api import run_spec
@@ -18,6 +17,7 @@ from gradalign.recipes.paper import paper_note, paper_number
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
+from gradalign.report.budgets import usual_target
 from gradalign.report.statistics import spread_of
 from gradalign.runs import (
     CURVES,
@@ -147,8 +147,7 @@ def choose_target(finished: Sequence[Finished]) -> float | None:
     if given is not None:
         return given
     best = [_known(runs, f"best_{scored_on(finished)}_accuracy") for runs in _by_entry(finished).values()]
-    means = [fmean(values) for values in best if values]
-    return round(0.95 * min(means), 3) if means else None
+    return usual_target(best)
 
 
 def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
@@ -204,10 +203,12 @@ def write_comparison(folder: Path, finished: Sequence[Finished], curves: Sequenc
         from gradalign.report.figures import draw_comparison  # slow to import
 
         shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
-        seeds = f"{len(summary['seeds'])} seed{'s' * (len(summary['seeds']) > 1)}"
+        ended = [run for run in finished if run.failure is None] or finished
+        counts = {len(runs) for runs in _by_entry(ended).values()}
+        seeds = f"{max(counts)} seed{'s' * (max(counts) > 1)}" if len(counts) == 1 else "the seeds that finished"
         scale = f" (scaled to {summary['scale']})" if summary["scale"] else ""
         title = f"{summary['name']}{scale}: mean of {seeds}, shade from lowest to highest"
-        rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(finished).items()}
+        rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(ended).items()}
         draw_comparison(folder / CURVES, title, rows, shown, summary["target_accuracy"])
     write_json(folder / SUMMARY, summary)
     return summary

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -37,9 +35,11 @@ Checkpoint = Annotated[float, Option(min=0, help="Keep a checkpoint at most this
 
 
 @app.callback(invoke_without_command=True)
-def _version(
+def _before_all(
     version: bool = Option(False, "--version", help="Print the version and leave.", is_eager=True),
+    debug: bool = Option(False, "--debug", help="Show the traceback of an error, too; may stand anywhere."),
 ) -> None:
+    common.show_tracebacks(debug)
     if version:
         print(f"gradalign {__version__}")
         raise typer.Exit
@@ -59,8 +59,9 @@ def run(
     resume: Resume = False,
     engine: str | None = Option(
         None,
-        metavar="local|flower|distributed",
-        help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
+        metavar="ENGINE",
+        help="Who does the clients' work: local, flower or distributed (the default under torchrun, else local). "
+        "Results agree to rounding.",
     ),
     device: Device = "cpu",
     workers: Workers = None,
@@ -78,7 +79,7 @@ def run(
         loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
         spec = loaded.spec()
         folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
-        common.advise_resume(folder)
+        common.advise_resume(folder, resume=resume)
         options = RunOptions(
             engine=engine or default_engine(),
             device=device,
@@ -86,6 +87,7 @@ def run(
             out=folder,
             resume=resume,
             checkpoint_seconds=checkpoint_seconds,
+            progress=True,
             trackers=loaded.trackers(),
         )
         with using_data_folder(data_dir):
@@ -102,7 +104,7 @@ def run(
 @takes_table
 def compare(
     recipe: str | None = Argument(None, help="A recipe file or a shipped recipe's name (default: digits)."),
-    algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox."),
+    algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,fedavg."),
     seeds: int | None = Option(None, min=1, help="How many seeds each algorithm runs with."),
     settings: Settings = None,
     task: UserTask = None,
@@ -136,7 +138,7 @@ def compare(
             if "" in entries:
                 raise GradalignError(f'--algorithms takes names joined by commas, and one is empty in "{algorithms}"')
         folder = output_folder(out, f"compare-{loaded.changes.get('name', loaded.data['name'])}", resume=resume)
-        common.advise_resume(folder)
+        common.advise_resume(folder, resume=resume)
         trackers = loaded.trackers()
         options = RunOptions(
             device=device, workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=trackers
@@ -145,7 +147,7 @@ def compare(
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
             rounds = sum(one.spec.rounds for one in planned)
             with claimed_folder(folder, planned, resume=resume):
-                with rounds_bar(rounds) if sys.stderr.isatty() else nullcontext(lambda label, row: None) as tick:
+                with rounds_bar(rounds) as tick:
                     finished = run_comparison(
                         planned, options, on_row=lambda one, row: tick(f"{one.entry}, seed {one.seed}", row)
                     )

@@ -59,7 +59,7 @@ def sweep(
     with common.plain_errors():
         if under_torchrun():
             raise GradalignError("sweep divides trials among processes by itself; start it without torchrun")
-        from gradalign.cli.tables import print_sweep
+        from gradalign.cli.sweep_tables import print_sweep
         from gradalign.runs import output_folder
         from gradalign.server.runner import RunOptions
         from gradalign.sweep.conduct import run_sweep
@@ -86,7 +86,7 @@ def sweep(
                 seeds=seeds,
             )
             folder = output_folder(out, f"sweep-{plan.name}", resume=resume)
-            common.advise_resume(folder)
+            common.advise_resume(folder, resume=True)  # as the same command does, unasked
             summary = run_sweep(plan, folder, options, storage=storage, study=study, show=sys.stderr.isatty())
         if as_json:
             common.print_json(summary)

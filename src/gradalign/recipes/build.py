@@ -16,7 +16,7 @@ from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
 from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
-from gradalign.errors import ClientError, GradalignError, no_exit
+from gradalign.errors import ClientError, GradalignError, no_exit, told
 from gradalign.server.federation import Federation, make_federation, single_step
 from gradalign.server.measure import Measure, require_measurable
 from gradalign.tasks.digits import digits
@@ -194,9 +194,9 @@ def _user_function(name: str) -> Callable[..., Any]:
     except GradalignError:
         raise
     except ImportError as error:
-        raise GradalignError(f'task.name: cannot import "{module_name}": {error}') from error
+        raise GradalignError(f'task.name: cannot import "{module_name}": {told(error)}') from error
     except Exception as error:
-        raise ClientError(f"task.name: importing {module_name} failed: {type(error).__name__}: {error}") from error
+        raise ClientError(f"task.name: importing {module_name} failed: {told(error)}") from error
     target = getattr(module, attribute, None)
     if target is None:
         raise GradalignError(f'task.name: the module {module_name} has no "{attribute}"')
@@ -235,7 +235,7 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
     except GradalignError:
         raise
     except Exception as error:
-        raise ClientError(f"the task {name} could not be made: {type(error).__name__}: {error}") from error
+        raise ClientError(f"the task {name} could not be made: {told(error)}") from error
     if not isinstance(task, Task):
         raise GradalignError(f"{name} must return a gradalign.Task, got {type(task).__name__}")
     return task
