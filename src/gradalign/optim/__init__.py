@@ -23,7 +23,8 @@ from gradalign.algorithms import LargeBatchGradAlign
 from gradalign.algorithms.schedule import as_plain, from_plain
 from gradalign.errors import GradalignError
 from gradalign.optim.closures import ClosureStep
-from gradalign.optim.ranks import forget_derived_values, positive_weight
+from gradalign.optim.gradients import forget_derived_values
+from gradalign.optim.ranks import positive_weight
 from gradalign.optim.two_pass_steps import TwoPassSteps
 
 __all__ = ["GradAlign"]
@@ -147,8 +148,7 @@ class GradAlign(TwoPassSteps):
             work.low_memory(self.beta_now)
         else:
             work.stored(self.beta_now)
-        self._ready()
-        return work.loss
+        return self._ready(work.loss)
 
     def step(  # type: ignore[override]
         self,
@@ -173,7 +173,7 @@ class GradAlign(TwoPassSteps):
         elif batch or parts is not None or weights is not None:
             raise GradalignError("step() was given parts but no closure")
         elif self._finite is None:
-            self._finish()
+            self.finish()
         else:  # by align() or clip_grad_norm_(), which came before GradScaler told its scale
             self._refuse_unknown_scale()
             self._unscale()
@@ -192,8 +192,7 @@ class GradAlign(TwoPassSteps):
 
         Comes after the last backward and before ``step()``. It is the mean over all parts and ranks that is clipped.
         """
-        if self._finite is None:
-            self._finish()
+        self.finish()
         return nn.utils.clip_grad_norm_(self.trained_parameters(), max_norm, norm_type)
 
     def _refuse_half_step(self, call: str) -> None:
