@@ -24,6 +24,7 @@ from gradalign.algorithms.schedule import as_plain, from_plain
 from gradalign.errors import GradalignError
 from gradalign.optim.closures import ClosureStep
 from gradalign.optim.gradients import forget_derived_values
+from gradalign.optim.lightning_wrapper import complete, is_lightnings
 from gradalign.optim.ranks import positive_weight
 from gradalign.optim.two_pass_steps import TwoPassSteps
 
@@ -116,6 +117,12 @@ class GradAlign(TwoPassSteps):
                 raise GradalignError(f"GradAlign(optimizer, beta=0.1, ...): {error}") from None
             return super().__new__(cls)
 
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Complete the class that Lightning makes of its own wrapper and this one."""
+        super().__init_subclass__(**given)
+        if is_lightnings(cls):
+            complete(cls, GradAlign)
+
     def align(
         self,
         closure: Callable[..., Any],
@@ -168,6 +175,9 @@ class GradAlign(TwoPassSteps):
         state stay as they are.
         """
         loss = None
+        if self._closure_of_trainer and closure is not None:
+            loss = closure()
+            closure = None
         if closure is not None:
             loss = self.align(closure, *batch, parts=parts, weights=weights)
         elif batch or parts is not None or weights is not None:

@@ -21,7 +21,7 @@ class PendingGradient:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters, self.sharded = parameters, any(is_shard(p) for p in parameters)
-        self._noted: dict[Tensor, tuple[int, int]] = {}
+        self._noted: dict[Tensor, tuple[int, int | Tensor]] = {}
         self._handles = [p.register_hook(partial(self._arrive, p)) for p in parameters]
         self._handles += [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
 
@@ -30,13 +30,19 @@ class PendingGradient:
 
     def _note(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._noted[parameter] = id(parameter.grad), held_values(parameter.grad)._version
+            self._noted[parameter] = id(parameter.grad), self._mark(parameter.grad)
+
+    def _mark(self, gradient: Tensor) -> int | Tensor:
+        """Return what changes when it is written to: the version, which DTensors do not count, or the sum."""
+        return held_values(gradient).sum() if self.sharded else gradient._version
 
     def changed(self, allowed: int) -> bool:
         """Return whether ``.grad`` was written to, more often than allowed, since the last backward."""
+        if self.sharded and allowed:
+            return False
         return any(
-            p.grad is not None and (id(p.grad) != name or held_values(p.grad)._version > version + allowed)
-            for p, (name, version) in self._noted.items()
+            p.grad is not None and (id(p.grad) != name or not 0 <= self._mark(p.grad) - mark <= allowed)
+            for p, (name, mark) in self._noted.items()
         )
 
     def close(self) -> None:

@@ -37,17 +37,21 @@ class TwoPassSteps(OptimizerWrapper):
         parameters = self.trained_parameters()
         self._random = random_state(parameters[0].device) if parameters else None
 
-    def collect(self, weight: float = 1.0, *, scale: float = 1.0) -> None:
+    def collect(self, weight: float | None = None, *, scale: float | None = None) -> None:
         """Take what lies in ``.grad`` as the gradient of one part, after that part's first backward.
 
         For several parts in one process, and for a weight; a single part is collected by ``displace``.
 
         Args:
-            weight: What the part counts beside the others, such as its number of examples.
-            scale: What its loss is multiplied with before backward, in both passes: 1/n in loops that accumulate so.
+            weight: What the part counts beside the others, such as its number of examples; 1 when left out.
+            scale: What the part's loss is multiplied with before backward, in both passes: 1/n in a loop that
+                accumulates so. Without a weight, parts then count by their scales, and the step's gradient is the sum
+                that the loop would have accumulated.
         """
-        weight = positive_weight(weight, "the weight of a part")
-        scale = positive_weight(scale, "the scale of a part's loss")
+        if scale is not None:
+            scale = positive_weight(scale, "the scale of a part's loss")
+        if weight is not None:
+            weight = positive_weight(weight, "the weight of a part")
         if self._finite is not None or (self._passes is not None and self._passes.second):
             raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
         if self._watch.averages and self._ranks.size > 1:
@@ -57,12 +61,14 @@ class TwoPassSteps(OptimizerWrapper):
             )
         self._collect(weight, scale)
 
-    def _collect(self, weight: float, scale: float) -> TwoPasses:
+    def _collect(self, weight: float | None = None, scale: float | None = None) -> TwoPasses:
         if self._passes is None:
             self._meet_ranks(after_a_pass=True)
             self._passes = TwoPasses(self.trained_parameters(), self._buffers, self.same_randomness)
         self._ranks.gather_anew()
-        self._passes.collect(weight, self._random or random_state(self._passes.device), scale)
+        counts = (scale or 1.0) if weight is None else weight
+        random = self._random or random_state(self._passes.device)
+        self._passes.collect(counts, random, scale or 1.0, accumulating=weight is None and scale is not None)
         self._mark_random()
         return self._passes
 
@@ -84,7 +90,7 @@ class TwoPassSteps(OptimizerWrapper):
             raise GradalignError("the step is prepared already; call step() before the next displace()")
         passes = self._passes
         if passes is None or not passes.parts:
-            passes = self._collect(1.0, 1.0)
+            passes = self._collect()
         if passes.staying:
             return False
         if not passes.displaced:
@@ -145,9 +151,14 @@ class TwoPassSteps(OptimizerWrapper):
     def _first_mean(self, passes: TwoPasses) -> Gradients:
         return self._mean(passes.parameters, passes.local_mean(), passes.weight)
 
+    def _sum_of_scales(self, passes: TwoPasses) -> float:
+        """Return what makes the parts' mean the sum that a loop with scaled losses accumulates, in the ranks' mean."""
+        return self._all_weight / self._ranks.size if passes.accumulating else 1.0
+
     def _stay(self, passes: TwoPasses, gradients: Gradients, scale: float) -> bool:
         """Put the step's gradient, scaled as the user's own would be, into ``.grad`` for the rest of the step."""
         passes.stay()
+        scale *= self._sum_of_scales(passes)
         if scale != 1.0:
             gradients = [None if g is None else g.mul_(scale) for g in gradients]
         self._pending = PlainGradient(passes.parameters, gradients)
@@ -224,7 +235,8 @@ class TwoPassSteps(OptimizerWrapper):
         if passes is not None:
             take_gradients(parameters)
             self._refuse_unknown_scale()
-            put_gradients(parameters, self._first_mean(passes))
+            mean, scales = self._first_mean(passes), self._sum_of_scales(passes)
+            put_gradients(parameters, [g if g is None or scales == 1.0 else g.mul_(scales) for g in mean])
             return
         self._meet_ranks(after_a_pass=True)
         self._unscale()
@@ -252,7 +264,8 @@ class TwoPassSteps(OptimizerWrapper):
                     "forward and backward outside model.no_sync(), or leave out overlap=True"
                 )
             gradients = take_gradients(passes.parameters)
-            weight = 1.0 if self.overlap else passes.weight  # with overlap they are weighted already, for DDP's mean
+            # With overlap they are weighted already, for DDP's mean; scaled ones count as they are.
+            weight = 1.0 if self.overlap or passes.accumulating else passes.weight
             put_gradients(passes.parameters, self._mean(passes.parameters, gradients, weight))
         early = own or (self._ranks.sharded and not passes.staying) or (self.reuse and not self.overlap)
         if changed and early:  # with overlap it is DDP that writes there

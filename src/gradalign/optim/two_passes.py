@@ -82,7 +82,7 @@ class Part:
     vectors: Gradients
     weight: float
     random: RandomState
-    scale: float = 1.0
+    scale: float
     """What the part's losses are multiplied with before backward."""
 
 
@@ -99,6 +99,7 @@ class TwoPasses:
         self.parameters, self.device = parameters, parameters[0].device
         self.parts: list[Part] = []
         self.visited = 0
+        self.accumulating = False  # whether the step's gradient is the sum of scaled ones, not the parts' mean
         self.staying = False  # whether this is a plain step: second passes are made at x, if at all, and add nothing
         self.nonfinite = False  # whether this rank's gradient is not finite and the other ranks do not know it yet
         self.total: Gradients = [None] * len(parameters)  # of what was gathered, each times its share
@@ -121,7 +122,8 @@ class TwoPasses:
         return self.displaced or self.staying
 
     @torch.no_grad()
-    def collect(self, weight: float, random: RandomState, scale: float = 1.0) -> None:
+    def collect(self, weight: float, random: RandomState, scale: float = 1.0, *, accumulating: bool = False) -> None:
+        self.accumulating = accumulating
         vectors = take_gradients(self.parameters)
         if scale != 1.0:
             vectors = [None if g is None else g.div_(scale) for g in vectors]
@@ -195,7 +197,7 @@ class TwoPasses:
 
     def share(self, part: Part, whole: float | None = None) -> float:
         """Return what a part's second gradient counts, as it comes from backward."""
-        return part.weight / (self.weight if whole is None else whole) / part.scale
+        return 1.0 if self.accumulating else part.weight / (self.weight if whole is None else whole) / part.scale
 
     def go_home(self) -> None:
         """Put back x to the bit, the buffers, and the generators as they were after the first passes."""

@@ -126,6 +126,8 @@ class OptimizerWrapper(Optimizer):
         self._finite: bool | None = None
         self._all_weight = 1.0
         self._told: set[str] = set()
+        self._several = False  # whether there ever were several parts
+        self._closure_of_trainer = False  # whether a closure given to step() is a trainer's, with its hooks
         self._meet_ranks()
 
     def __getattr__(self, name: str) -> Any:
@@ -210,8 +212,9 @@ class OptimizerWrapper(Optimizer):
     def _alone(self, parts: int, *, expected: bool = False) -> bool:
         """Whether there is a single part in all, which has nothing to be aligned with."""
         if parts * self._ranks.size > 1 or self.reuse:
+            self._several = True
             return False
-        if not expected:
+        if not (expected or self._several):  # what is left at the end of an epoch is nothing to warn of
             self._warn_once(
                 "GradAlign has one part and nothing to align it with, so its steps are plain; give several parts"
                 + (", each of which spans all ranks" if self._ranks.sharded else " or start several ranks")
