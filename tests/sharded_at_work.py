@@ -160,6 +160,7 @@ def mistakes() -> dict[str, str]:
     """What is said where numbers would be wrong."""
     model = sharded_model()
     opt, _ = wrapped(model)
+    other, _ = wrapped(model)
     parts = own_parts(0, equal=False)
     x, y = parts[0]
 
@@ -171,7 +172,7 @@ def mistakes() -> dict[str, str]:
     return {
         "weights": said(lambda: verbs(opt, model, parts, "")),
         "counts": said(lambda: opt.step(lambda x, y: loss_of(model, x, y), x, y, parts=2 + dist.get_rank())),
-        "alone": said(lambda: wrapped(model)[0].step(lambda: loss_of(model, x, y))),
+        "alone": said(lambda: other.step(lambda: loss_of(model, x, y))),
         "clipped": said(clipped_by_torch),
         "half": said(lambda: ga.GradAlign(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))]), beta=0.1)),
     }
