@@ -1,9 +1,10 @@
-"""What ranks do whose parameters or optimizer state are sharded: ``fully_shard`` and ZeRO, on ``algorithm1``'s problem."""
+"""What ranks do whose parameters or optimizer state are sharded, by ``fully_shard`` or ZeRO; started with the trainers."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ def this_rank(name: str) -> tuple[np.ndarray, list[float]]:
             verbs(opt, model, parts, name)
         else:
             x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-            losses.append(float(opt.align(lambda x, y: loss_of(model, x, y), x, y, parts=2)))
+            losses.append(float(opt.align(partial(loss_of, model), x, y, parts=2)))
         opt.clip_grad_norm_(LIMIT)
         opt.step()
         schedule.step()
@@ -174,7 +175,7 @@ def mistakes() -> dict[str, str]:
         "counts": said(lambda: opt.step(lambda x, y: loss_of(model, x, y), x, y, parts=2 + dist.get_rank())),
         "alone": said(lambda: other.step(lambda: loss_of(model, x, y))),
         "clipped": said(clipped_by_torch),
-        "half": said(lambda: ga.GradAlign(torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))]), beta=0.1)),
+        "half": said(lambda: wrapped(nn.ModuleList([model, nn.Linear(2, 2)]))),
     }
 
 

@@ -14,6 +14,7 @@ NAMES = {"tomli-w": "tomli_w"}  # the others are imported by the name they are i
 OPTIONAL = [
     *("safetensors", "tomli_w", "pydantic", "typer", "rich", "requests", "matplotlib"),
     *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn"),
+    *("lightning", "accelerate", "transformers"),
 ]
 
 BARE = f"""
@@ -75,6 +76,9 @@ CALLS = {
     "wandb": "ga.WeightsAndBiases()",
     "flower": "ga.run(task, ga.FedAvg(), rounds=1, engine='flower')",
     "recipes": "import gradalign.recipes; gradalign.recipes.load_recipe('digits')",
+    "lightning": "import gradalign.lightning",
+    "accelerate": "import gradalign.accelerate",
+    "transformers": "import gradalign.transformers",
     "report": "from gradalign.report import write_report; write_report([], 'page.html')",
 }
 

@@ -1,8 +1,8 @@
 """GradAlign inside Lightning, accelerate and transformers' Trainer, on the problem of ``algorithm1``.
 
 ``CASES`` are run by test_trainers.py in one process, and by this file, started by torchrun, on every rank. Each takes
-three steps with momentum, an LR scheduler, clipping and a schedule of β, the last one after a restart from a checkpoint,
-and returns where it ends and what else is to be looked at.
+three steps with momentum, an LR scheduler, clipping and a schedule of β, the last one after a restart from a
+checkpoint, and returns where it ends and what else is to be looked at.
 """
 
 from __future__ import annotations

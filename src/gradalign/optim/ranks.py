@@ -89,8 +89,9 @@ class Ranks:
         """Return the parts' weights, and what each part's loss is multiplied with on this rank."""
         return weights, [1.0] * len(weights)
 
-    def refuse_unequal(self, weights: list[float], device: torch.device) -> None:
-        """Refuse weights that ranks of the same part do not share; here a part is on one rank."""
+    def unequal(self, weights: list[float], device: torch.device) -> str:
+        """Return what is wrong when ranks weigh the same part differently; here a part is on one rank."""
+        return ""
 
     def lost(self, gradients: Gradients) -> bool:
         """Return whether the step must end here, as ḡ is not finite on any rank."""
@@ -177,15 +178,16 @@ class ShardedRanks(Ranks):
         totals = self._sums(weights, device)
         return totals, [size * own / total for own, total in zip(weights, totals, strict=True)]
 
-    def refuse_unequal(self, weights: list[float], device: torch.device) -> None:
-        """Refuse a part that weighs more on one rank: fully_shard took the plain mean over them already."""
+    def unequal(self, weights: list[float], device: torch.device) -> str:
+        """Compare the weights; fully_shard took the plain mean over the ranks already."""
         size, marks = dist.get_world_size(self.group), [w * (j + 1) for j, w in enumerate(weights)]
         sums = self._sums([sum(marks), sum(marks) ** 2], device)
-        if not math.isclose(size * sums[1], sums[0] ** 2, rel_tol=1e-12):
-            raise GradalignError(
-                "with fully_shard a part spans all ranks, which count alike in its gradient: give collect() the same "
-                "weight on all of them, or use step(loss_fn, inputs, targets, parts=8), which weighs the losses"
-            )
+        if math.isclose(size * sums[1], sums[0] ** 2, rel_tol=1e-12):
+            return ""
+        return (
+            "with fully_shard a part spans all ranks, which count alike in its gradient: give collect() the same "
+            "weight on all of them, or use step(loss_fn, inputs, targets, parts=8), which weighs the losses"
+        )
 
     def lost(self, gradients: Gradients) -> bool:
         """Remember what is not finite here; the others hear of it at the end of the step, which all must reach."""

@@ -48,10 +48,8 @@ class TwoPassSteps(OptimizerWrapper):
                 accumulates so. Without a weight, parts then count by their scales, and the step's gradient is the sum
                 that the loop would have accumulated.
         """
-        if scale is not None:
-            scale = positive_weight(scale, "the scale of a part's loss")
-        if weight is not None:
-            weight = positive_weight(weight, "the weight of a part")
+        scale = None if scale is None else positive_weight(scale, "the scale of a part's loss")
+        weight = None if weight is None else positive_weight(weight, "the weight of a part")
         if self._finite is not None or (self._passes is not None and self._passes.second):
             raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
         if self._watch.averages and self._ranks.size > 1:
@@ -105,11 +103,9 @@ class TwoPassSteps(OptimizerWrapper):
 
     def _begin(self, passes: TwoPasses, scale: float) -> bool:
         """Find ḡ and go to the first displaced point, or stay when this step has none."""
-        try:
-            self._ranks.refuse_unequal([part.weight for part in passes.parts], passes.device)
-        except GradalignError:
-            self.restore()
-            raise
+        problem = self._ranks.unequal([part.weight for part in passes.parts], passes.device)
+        if problem:
+            self._give_up(problem)
         if not self.aligning or self._alone(len(passes.parts)):
             return self._stay(passes, self._first_mean(passes), scale)
         if self.overlap and len(passes.parts) > 1:
@@ -151,17 +147,15 @@ class TwoPassSteps(OptimizerWrapper):
     def _first_mean(self, passes: TwoPasses) -> Gradients:
         return self._mean(passes.parameters, passes.local_mean(), passes.weight)
 
-    def _sum_of_scales(self, passes: TwoPasses) -> float:
-        """Return what makes the parts' mean the sum that a loop with scaled losses accumulates, in the ranks' mean."""
-        return self._all_weight / self._ranks.size if passes.accumulating else 1.0
+    def _summed(self, passes: TwoPasses, mean: Gradients, scale: float = 1.0) -> Gradients:
+        """Return the mean, times a scale; of scaled losses, the sum that their loop accumulates, in the ranks' mean."""
+        scale *= self._all_weight / self._ranks.size if passes.accumulating else 1.0
+        return mean if scale == 1.0 else [None if g is None else g.mul_(scale) for g in mean]
 
-    def _stay(self, passes: TwoPasses, gradients: Gradients, scale: float) -> bool:
+    def _stay(self, passes: TwoPasses, mean: Gradients, scale: float) -> bool:
         """Put the step's gradient, scaled as the user's own would be, into ``.grad`` for the rest of the step."""
         passes.stay()
-        scale *= self._sum_of_scales(passes)
-        if scale != 1.0:
-            gradients = [None if g is None else g.mul_(scale) for g in gradients]
-        self._pending = PlainGradient(passes.parameters, gradients)
+        self._pending = PlainGradient(passes.parameters, self._summed(passes, mean, scale))
         return False
 
     def _visit(self, passes: TwoPasses) -> None:
@@ -235,8 +229,7 @@ class TwoPassSteps(OptimizerWrapper):
         if passes is not None:
             take_gradients(parameters)
             self._refuse_unknown_scale()
-            mean, scales = self._first_mean(passes), self._sum_of_scales(passes)
-            put_gradients(parameters, [g if g is None or scales == 1.0 else g.mul_(scales) for g in mean])
+            put_gradients(parameters, self._summed(passes, self._first_mean(passes)))
             return
         self._meet_ranks(after_a_pass=True)
         self._unscale()
