@@ -1,7 +1,6 @@
-"""GradAlign with accelerate, on one process or several. Takes seconds.
+"""GradAlign with accelerate, on two processes or, started with python, on one. Takes seconds.
 
-python examples/trainer_accelerate.py
-accelerate launch --cpu --num_processes 2 examples/trainer_accelerate.py
+torchrun --standalone --nproc-per-node 2 examples/trainer_accelerate.py
 """
 
 from __future__ import annotations

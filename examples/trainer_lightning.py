@@ -1,7 +1,6 @@
-"""GradAlign in Lightning: two parts of every batch by hand, or the accumulated micro-batches automatically. Takes seconds.
+"""GradAlign in Lightning, with manual optimization or, given --automatic, with automatic. Takes seconds.
 
-python examples/trainer_lightning.py              # manual optimization
-python examples/trainer_lightning.py --automatic  # automatic optimization
+python examples/trainer_lightning.py
 """
 
 from __future__ import annotations

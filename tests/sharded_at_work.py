@@ -1,4 +1,4 @@
-"""What ranks do whose parameters or optimizer state are sharded, by ``fully_shard`` or ZeRO; started with the trainers."""
+"""What ranks do whose parameters or optimizer state are sharded (fully_shard, ZeRO): a part of trainers_at_work.py."""
 
 from __future__ import annotations
 

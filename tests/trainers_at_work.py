@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -242,12 +244,33 @@ def transformers(folder: Path, counted: bool) -> Found:
     return end_of(model.net), seen
 
 
+def compiled(folder: Path) -> Found:
+    """torch.compile around the model, or around DistributedDataParallel."""
+    inner = linear()
+    model = torch.compile(DistributedDataParallel(inner) if ranks() > 1 else inner, backend="aot_eager", dynamic=True)
+    opt = aligned(inner, model=model)
+    schedule = ExponentialLR(opt, GAMMA)
+    for index in range(3):
+        x, y = batches(index, 3)[0]
+        opt.align(partial(loss_of, model), x, y, parts=2)
+        opt.clip_grad_norm_(LIMIT)
+        opt.step()
+        schedule.step()
+        if index == 1:
+            torch.save(opt.state_dict(), folder / f"compiled-{rank()}.pt")
+            opt = aligned(inner, model=model)
+            opt.load_state_dict(torch.load(folder / f"compiled-{rank()}.pt"))
+            schedule.optimizer = opt
+    return end_of(inner), {}
+
+
 CASES: dict[str, Callable[[Path], Found]] = {
     "Lightning, manual, closure": lambda folder: lightning(folder, with_a_closure),
     "Lightning, manual, verbs": lambda folder: lightning(folder, with_verbs),
     "Lightning, automatic": lightning,
     "accelerate, closure": lambda folder: accelerated(folder, accumulate=False),
     "accelerate, verbs": lambda folder: accelerated(folder, accumulate=True),
+    "torch.compile": compiled,
     "transformers": lambda folder: transformers(folder, counted=False),
     "transformers, counted": lambda folder: transformers(folder, counted=True),
 }

@@ -107,7 +107,8 @@ class OptimizerWrapper(Optimizer):
             raise GradalignError(f'reuse must be "previous" or None, got {reuse!r}')
         if memory not in ("full", "low"):
             raise GradalignError(f'memory must be "full" or "low", got {memory!r}')
-        parallel = model if isinstance(model, DistributedDataParallel) else None
+        inside = getattr(model, "_orig_mod", model)  # of a compiled model
+        parallel = inside if isinstance(inside, DistributedDataParallel) else None
         if overlap and parallel is None:
             raise GradalignError("overlap=True needs model=..., a model wrapped in DistributedDataParallel")
         self.beta, self.every, self.reuse, self.memory = beta, every, reuse, memory
