@@ -2,9 +2,9 @@
 
     python -m benchmarks.gradalign_step
 
-Prints the ratio of times (two passes instead of one: about 2) in a plain loop and inside Lightning, the peak memory of a
-process that takes such steps, and the share of a step that is spent in all-reduce with two ranks. Plain and aligned steps alternate, and medians are
-compared, so that a busy machine disturbs both alike.
+Prints the ratio of times (two passes instead of one: about 2), with --lightning also inside Lightning, the peak
+memory of a process that takes such steps, and the share of a step that is spent in all-reduce with two ranks. Plain and
+aligned steps alternate, and medians are compared, so that a busy machine disturbs both alike.
 """
 
 from __future__ import annotations

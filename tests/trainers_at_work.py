@@ -55,8 +55,8 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return 0.5 * ((model(x) - y) ** 2).sum() / len(x)
 
 
-def aligned(model: nn.Module, **options: Any) -> ga.GradAlign:
-    return ga.GradAlign(torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM), beta=WARMUP, **options)
+def aligned(trained: nn.Module, **options: Any) -> ga.GradAlign:
+    return ga.GradAlign(torch.optim.SGD(trained.parameters(), lr=LR, momentum=MOMENTUM), beta=WARMUP, **options)
 
 
 def batches(first: int, count: int) -> list[tuple[Tensor, Tensor]]:

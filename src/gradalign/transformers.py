@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradalign.accelerate import leave_averaging
 from gradalign.algorithms.schedule import Schedule
 from gradalign.errors import GradalignError
 from gradalign.optim import GradAlign
 
 try:
     from transformers import Trainer
-except ImportError:
+
+    from gradalign.accelerate import leave_averaging
+except (ImportError, GradalignError):
     raise GradalignError("gradalign.transformers needs transformers: pip install 'gradalign[transformers]'") from None
 
 __all__ = ["Aligned", "AlignedTrainer"]
