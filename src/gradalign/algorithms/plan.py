@@ -88,6 +88,10 @@ class Algorithm:
         """Return the algorithm with its schedules resolved for this round."""
         return self
 
+    def informed(self, numbers: Mapping[str, float]) -> Self:
+        """Return the algorithm for a round, given what ``next_numbers`` left; nothing in the first round."""
+        return self
+
     def over(self, rounds: int) -> Self:
         """Return the algorithm with schedules that are given in shares of the run spread over its rounds."""
         schedules = {name: value for name, value in self.values().items() if isinstance(value, Schedule)}
@@ -100,6 +104,15 @@ class Algorithm:
         """Return this client's plan."""
         return Plan()
 
+    @property
+    def reports(self) -> bool:
+        """Whether clients report ``facts`` beside Δ_i."""
+        return False
+
+    def facts(self, view: ClientView) -> Mapping[str, float]:
+        """Return what a client reports beside Δ_i; the server gets the weighted means, as ``SharedSums.facts``."""
+        return {}
+
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
         """Return k_i⁺ from Δ_i and ``total_step_size``, the sum of the round's step sizes: αK without momentum."""
         raise NotImplementedError(f"{self.label} keeps nothing")
@@ -110,6 +123,10 @@ class Algorithm:
             return None
         before = torch.zeros_like(sums.kept_change) if shared is None else shared
         return before + (sums.reported / sums.clients) * sums.kept_change
+
+    def next_numbers(self, sums: SharedSums) -> Mapping[str, float]:
+        """Return the numbers to carry to the next round beside s; ``sums.numbers`` has those of the round before."""
+        return {}
 
     def multiple(self, participants: int) -> float:
         """Return m: how many times the mean update the server takes, given how many clients reported."""
@@ -131,12 +148,17 @@ class FedAvg(Algorithm):
     """McMahan et al. 2017: v = 0, c = 0, μ = 0. The clients' updates are averaged and that is all."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Combination:
     """Several algorithms and one server rule, acting together in the same round."""
 
     parts: tuple[Algorithm, ...]
     server: ServerRule
+
+    def __repr__(self) -> str:
+        """Return the sum that makes it."""
+        rule = [] if self.server == ServerRule() else [self.server]
+        return " + ".join(map(repr, (*self.parts, *rule)))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Mapping[str, Any]], known: Mapping[str, type[Algorithm]]) -> Combination:
@@ -172,6 +194,10 @@ class Combination:
         return any(part.uses_own_gradient for part in self.parts)
 
     @property
+    def reports(self) -> bool:
+        return any(part.reports for part in self.parts)
+
+    @property
     def only_displaces(self) -> bool:
         return all(part.only_displaces for part in self.parts)
 
@@ -199,6 +225,9 @@ class Combination:
 
     def at(self, round_index: int) -> Combination:
         return replace(self, parts=tuple(part.at(round_index) for part in self.parts))
+
+    def informed(self, numbers: Mapping[str, Mapping[str, float]]) -> Combination:
+        return replace(self, parts=tuple(part.informed(numbers.get(part.label, {})) for part in self.parts))
 
     def plan(self, views: Mapping[str, ClientView]) -> Plan:
         """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""

@@ -48,6 +48,7 @@ class Broadcast:
     """ḡ, after a gradient phase."""
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     """s of every part that has one, by its label."""
+    weight_decay: float = 0.0
     one_by_one: bool = False
     """Whether the server needs every client's own vector; else neighbours may be summed."""
 
@@ -62,11 +63,21 @@ class Broadcast:
             mean_gradient=self.mean,
             kept=who.kept.get(label),
             shared=self.shared.get(label),
+            weight_decay=self.weight_decay,
         )
 
     def plan(self, who: Participant, gradient: Tensor | None = None) -> Plan:
         """Return a client's plan, given its gradient at x where that is written out. Nobody else makes plans."""
         return self.algorithm.plan({part.label: self.view(part.label, who, gradient) for part in self.algorithm.parts})
+
+    def facts(self, who: Participant, gradient: Tensor | None = None) -> dict[str, float]:
+        """Return what a client reports beside its update, by the part's label and the fact's name."""
+        return {
+            f"{part.label}.{name}": float(value)
+            for part in self.algorithm.parts
+            if part.reports
+            for name, value in part.facts(self.view(part.label, who, gradient)).items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +126,8 @@ class Score:
     loss: float = 0.0
     correct: float | None = 0.0
     examples: int = 0
+    predictions: tuple[tuple[Tensor, Tensor], ...] = ()
+    """(outputs, targets) of each part, in order, where the task has metrics that need them all at once."""
 
     def __add__(self, other: Score) -> Score:
         known = self.correct is not None and other.correct is not None
@@ -122,7 +135,28 @@ class Score:
             loss=self.loss + other.loss,
             correct=(self.correct or 0.0) + (other.correct or 0.0) if known else None,
             examples=self.examples + other.examples,
+            predictions=self.predictions + other.predictions,
         )
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.examples
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.correct is None else self.correct / self.examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientScore:
+    """How a model does on one client's own test examples."""
+
+    client: int
+    examples: int
+    loss: float
+    accuracy: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The task's own metrics by name, without those that are not defined on these examples."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.view import Blend, Plan
-from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Participant, Score, Update
+from gradalign.client.exchange import (
+    Broadcast,
+    CachedGradient,
+    ClientScore,
+    Gradient,
+    GradientCache,
+    Participant,
+    Score,
+    Update,
+)
 from gradalign.client.flat import Point
 from gradalign.client.step import FactoredGradients
 from gradalign.client.trainer import ClientTrainer, Setup, named_failure
@@ -36,6 +45,7 @@ from gradalign.fast.linear import record_factors
 from gradalign.fast.lockstep import TOGETHER, LockstepTrainer
 from gradalign.fast.stacks import run_stacks_faster
 from gradalign.tasks.batches import Examples, TensorExamples
+from gradalign.tasks.metrics import metrics_of
 from gradalign.tasks.task import PartitionedClients, predict
 
 EVALUATION_CHUNK = 1000
@@ -176,9 +186,18 @@ class Group:
             self._train_one(told, one, own, None if out is None else out[place])
             for place, (one, own) in enumerate(zip(who, examples, strict=True))
         ]
+        replies = self._with_facts(told, who, replies) if told.algorithm.reports else replies
         if not seen:
             return replies
         return [replace(r, examples=r.examples + sum(seen.get(c, 0) for c in r.clients)) for r in replies]
+
+    def _with_facts(self, told: Broadcast, who: Sequence[Participant], replies: list[Update]) -> list[Update]:
+        facts = {one.client: told.facts(one, self._gradient(one)) for one in who}
+
+        def of(reply: Update) -> dict[str, tuple[float, ...]]:
+            return {name: tuple(facts[client][name] for client in reply.clients) for name in facts[reply.clients[0]]}
+
+        return [replace(reply, facts=of(reply)) for reply in replies]
 
     def _own_gradients(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, int]:
         """Take the gradients at x that nobody has taken; return the examples that no gradient phase has counted."""
@@ -199,11 +218,13 @@ class Group:
 
     def _whole(self, plan: Plan, one: Participant) -> Plan:
         """Return the plan with g_i filled in where it leaves that open."""
+        return plan.written_out(self._gradient(one) if isinstance(plan.displacement, Blend) else None)
+
+    def _gradient(self, one: Participant) -> Tensor | None:
+        """Return g_i as a vector, None where it is not known."""
         own = self.cache.get(one.client)
-        if not isinstance(plan.displacement, Blend) or own is None:
-            return plan.written_out(None)
-        thin = self.lockstep if own.rows is not None else None
-        return plan.written_out(own.vector if thin is None else thin.factors.dense(own))
+        thin = self.lockstep if own is not None and own.rows is not None else None
+        return None if own is None else own.vector if thin is None else thin.factors.dense(own)
 
     def _train_together(
         self, told: Broadcast, who: Sequence[Participant], examples: Sequence[Examples], out: Sequence[Tensor] | None
@@ -259,3 +280,20 @@ class Group:
             raise GradalignError("the task has no test examples")
         with named_failure("the evaluation"):
             return self.one.evaluate(point, examples, torch.arange(start, stop))
+
+    def score_client(self, told: Broadcast, who: Participant, *, tuned: bool = False) -> ClientScore | None:
+        """Return how the point, or where the client would train it to, does on the client's own test examples."""
+        task, seed = self.setup.task, self.setup.seed
+        with named_failure(f"client {who.client}"):
+            tests, point = task.client_test(who.client, seed), told.point
+            if tests is None:
+                return None
+            if tuned:
+                own = self.one.train(told, who, Plan(), task.client(who.client, seed))
+                point = Point(point.x + own.vector.cpu(), own.floats, own.ints)
+            spans = evaluation_spans(len(tests))
+            score = sum((self.one.evaluate(point, tests, torch.arange(*span)) for span in spans), Score())
+            metrics = metrics_of(task.metrics, score.predictions, lenient=True)
+        return ClientScore(
+            client=who.client, examples=len(tests), loss=score.mean_loss, accuracy=score.accuracy, metrics=metrics
+        )

@@ -156,10 +156,14 @@ class ServerState:
     memory: Memory = field(default_factory=dict)
     """The server rule's."""
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    """The server's vector of each keeping algorithm, float64."""
+    """The server's vector s of each algorithm that has one, float64."""
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What algorithms carry beside it."""
     kept: Mapping[str, dict[int, Tensor]] = field(default_factory=dict)
     """The clients' vectors of each keeping algorithm; only clients that were seen have one."""
     totals: Totals = field(default_factory=Totals)
+    best: tuple[int, Point] | None = None
+    """The best round so far and the point after it, where a run keeps that."""
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state as named tensors and counters that JSON can hold: what a checkpoint is made of."""
@@ -170,7 +174,12 @@ class ServerState:
             clients = sorted(kept)
             tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
             tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
-        return tensors, {"round": self.round, "totals": asdict(self.totals)}
+        numbers = {label: dict(carried) for label, carried in self.numbers.items() if carried}
+        counters: dict[str, Any] = {"round": self.round, "totals": asdict(self.totals), "numbers": numbers}
+        if self.best is not None:
+            counters["best"], point = self.best[0], self.best[1].clone()  # a file cannot hold one vector twice
+            tensors |= {"best.x": point.x, "best.floats": point.floats, "best.ints": point.ints}
+        return tensors, counters
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> ServerState:
@@ -184,11 +193,17 @@ class ServerState:
             if vector.shape != point.x.shape:
                 raise ValueError(f'the vector "{name}" has the shape {list(vector.shape)}, x has {list(point.x.shape)}')
         clients, vectors = group("clients."), group("kept.")
-        if clients.keys() != vectors.keys() or vectors.keys() != group("shared.").keys():
-            raise ValueError("clients, their vectors and the server's do not belong together")
+        if clients.keys() != vectors.keys():
+            raise ValueError("clients and their vectors do not belong together")
         for name, matrix in vectors.items():
             if clients[name].ndim != 1 or matrix.shape != (clients[name].numel(), point.x.numel()):
                 raise ValueError(f'the clients\' vectors "{name}" have the shape {list(matrix.shape)}')
+        best = None
+        if "best" in counters:
+            own = group("best.")
+            best = int(counters["best"]), Point(own["x"], own["floats"], own["ints"])
+            if any(own[name].shape != getattr(point, name).shape for name in own):
+                raise ValueError("the best round's model has another shape than the last one's")
         kept = {name: {int(c): vectors[name][row].clone() for row, c in enumerate(clients[name])} for name in clients}
         return cls(
             point=point,
@@ -197,6 +212,8 @@ class ServerState:
             shared=group("shared."),
             kept=kept,
             totals=Totals(**counters["totals"]),
+            numbers=counters.get("numbers", {}),
+            best=best,
         )
 
 
