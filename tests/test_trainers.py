@@ -11,15 +11,28 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader
 
 import gradalign as ga
-from algorithm1 import BETA, START, accumulated, algorithm1, by_examples, cut_batches, loss
+from algorithm1 import (
+    BETA,
+    GAMMA,
+    LR,
+    MOMENTUM,
+    START,
+    WINDOWS,
+    accumulated,
+    algorithm1,
+    by_examples,
+    cut_batches,
+    loss,
+)
 from gradalign.accelerate import prepare
 from gradalign.lightning import Alignment
 from sharded_at_work import SETTINGS, spanning_parts
 from test_distributed import torchrun
-from trainers_at_work import BETAS, CASES, Accelerated, Module, aligned, batches, linear
+from trainers_at_work import BETAS, CASES, Accelerated, Module, aligned, batches, linear, loss_of
 
 TESTS = Path(__file__).parent
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -124,6 +137,29 @@ def test_what_would_be_wrong_with_shards_is_said(two_ranks):
         assert "several parts, each of which spans all ranks" in said["alone"]
         assert "the optimizer's own clip_grad_norm_()" in said["clipped"]
         assert "got DTensor parameters beside whole ones" in said["half"]
+
+
+@pytest.mark.parametrize(("beta", "displaced"), [(BETA, True), (0.0, True), (0.0, False)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_scaled_losses_make_the_step_that_their_loop_would_have_made(beta, displaced, weighted):
+    """With weights in the place of the scales it is the mean by these weights."""
+    model = linear()
+    opt = ga.GradAlign(torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM), beta=beta)
+    schedule = ExponentialLR(opt, GAMMA)
+    for window in WINDOWS:
+        given = [batches(index, 5)[0] for index in window]
+        opt.zero_grad()
+        for x, y in given:
+            (0.5 * loss_of(model, x, y)).backward()
+            opt.collect(len(y) if weighted else None, scale=0.5)
+        for x, y in given if displaced else ():
+            if opt.displace():
+                (0.5 * loss_of(model, x, y)).backward()
+        opt.step()
+        schedule.step()
+    steps = [(parts, by_examples(parts) if weighted else shares) for parts, shares in accumulated(1)]
+    expected = algorithm1(steps, betas=(beta,) * 3, limit=None)
+    assert np.abs(model.weight.detach().numpy() - expected).max() < 1e-13
 
 
 def fit(module: pl.LightningModule, **options) -> pl.Trainer:
