@@ -226,6 +226,37 @@ def test_an_error_in_lightnings_second_pass_leaves_the_parameters_where_they_wer
     assert np.array_equal(module.net.weight.detach().numpy(), START)
 
 
+def test_lightnings_second_pass_has_the_random_numbers_of_the_first():
+    module, drawn = Module(None), []
+
+    def noisy(x, y):
+        drawn.append(float(torch.rand(())))
+        return Module.loss(module, x, y)
+
+    module.loss = noisy
+    fit(module, callbacks=[Alignment()], accumulate_grad_batches=2, limit_train_batches=4)
+    assert drawn[:2] == drawn[2:4]
+    assert drawn[4:6] == drawn[6:]
+    assert len(set(drawn)) == 4
+
+
+def test_a_checkpoint_between_micro_batches_leaves_the_step_alone():
+    model = linear()
+    opt = aligned(model)
+    for x, y in batches(0, 5)[:2]:
+        loss_of(model, x, y).backward()
+        opt.collect()
+        assert opt.state_dict()["gradalign"]["steps"] == 0
+    for x, y in batches(0, 5)[:2]:
+        opt.displace()
+        loss_of(model, x, y).backward()
+        with pytest.raises(ga.GradalignError, match="in the middle of a step"):
+            opt.state_dict()
+    opt.step()
+    parts = [(parts, [0.5, 0.5]) for parts, _ in accumulated(1)[:1]]
+    assert np.abs(model.weight.detach().numpy() - algorithm1(parts, betas=BETAS[:1], limit=None)).max() < 1e-13
+
+
 def test_accelerates_scheduler_waits_for_a_step_that_was_skipped():
     work = Accelerated(1)
     x, y = batches(0, 3)[0]

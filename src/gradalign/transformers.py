@@ -54,6 +54,7 @@ class Aligned:
             raise GradalignError("AlignedTrainer works with float32 and bf16, on one device and with DDP")
         leave_averaging(model)
         first: Any = super().training_step  # type: ignore[misc]
+        opt._mark_random()  # whatever the loader drew since the last step
         loss: Tensor = first(model, inputs, num_items_in_batch)
         if opt.aligning:
             opt.collect(scale=self._scale(inputs, num_items_in_batch))

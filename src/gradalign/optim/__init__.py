@@ -86,8 +86,9 @@ class GradAlign(TwoPassSteps):
         memory: "full" holds n + 1 gradient-sized vectors for n parts. "low" holds three and computes every part's
             first gradient twice. ``displace()`` and ``step()`` always work as "full".
         same_randomness: Give both passes of a part the same random numbers of torch: dropout draws the same masks.
-        model: The model, needed when it is wrapped in DistributedDataParallel or compiled. Its buffers (batch-norm
-            statistics) are updated by the first pass only; without ``model`` they are found while it runs.
+        model: The model, needed when it is wrapped in DistributedDataParallel, compiled or sharded by ``fully_shard``.
+            Its buffers (batch-norm statistics) are updated by the first pass only; without ``model`` they are found
+            while it runs.
         process_group: The ranks to align; the default group when torch.distributed is initialised.
         overlap: Let DistributedDataParallel average the second pass, bucket by bucket while it computes, instead of
             one flat all-reduce after it. Needs ``model``.
@@ -205,13 +206,17 @@ class GradAlign(TwoPassSteps):
         self.finish()
         return nn.utils.clip_grad_norm_(self.trained_parameters(), max_norm, norm_type)
 
-    def _refuse_half_step(self, call: str) -> None:
-        if self._passes is not None or self._finite is not None:
+    def _refuse_half_step(self, call: str, *, collected: bool = False) -> None:
+        half = self._passes is not None and (self._passes.second or not collected)
+        if half or self._finite is not None:
             raise GradalignError(f"{call} came in the middle of a step; call step() first, or restore() to give it up")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict, with GradAlign's own under "gradalign"."""
-        self._refuse_half_step("state_dict()")
+        """Return the wrapped optimizer's state dict, with GradAlign's own under "gradalign".
+
+        Gradients that were collected for the next step are no part of it, as ``.grad`` is none of any optimizer's.
+        """
+        self._refuse_half_step("state_dict()", collected=True)
         previous = None if self._previous is None else [self._previous.get(p) for p in self.all_parameters()]
         own = {"beta": as_plain(self.beta), "steps": self.steps, "skipped_steps": self.skipped_steps}
         return {**self.optimizer.state_dict(), STATE: own | {"previous": previous}}
