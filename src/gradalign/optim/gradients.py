@@ -17,8 +17,6 @@ from gradalign.optim.shards import as_held, held_values
 
 Gradients = list[Tensor | None]
 """One entry per parameter; None where the parameter took no part in the loss, as in torch. Of shards, this rank's."""
-IN_CACHE = 1 << 15
-"""Elements of which many vectors fit into a core's own cache at once."""
 
 
 def forget_derived_values() -> None:
@@ -45,24 +43,13 @@ def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> N
         p.grad = as_held(p, g)
 
 
-def weighted_sum(vectors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """Return Σ share · vector as a new tensor: piece by piece, so that memory is walked through once."""
-    total = torch.empty_like(vectors[0], memory_format=torch.contiguous_format)
-    pieces = (vector.reshape(-1).split(IN_CACHE) for vector in (total, *vectors))
-    for sums, first, *others in zip(*pieces, strict=True):
-        torch.mul(first, shares[0], out=sums)
-        for other, share in zip(others, shares[1:], strict=True):
-            sums.add_(other, alpha=share)
-    return total
-
-
-def add_gradients(total: Gradients, more: Gradients, share: float) -> None:
-    """Add share · more to the total; where that has none yet, the memory of ``more`` is used up."""
+def add_gradients(total: Gradients, more: Gradients, share: float, *, in_place: bool) -> None:
+    """Add share · more to the total; ``in_place`` uses up the memory of ``more`` where the total has none yet."""
     for j, (so_far, g) in enumerate(zip(total, more, strict=True)):
         if so_far is not None and g is not None:
             so_far.add_(g, alpha=share)
         elif g is not None:
-            total[j] = g.mul_(share)
+            total[j] = g.mul_(share) if in_place else g * share
 
 
 def all_finite(gradients: Gradients) -> bool:

@@ -24,7 +24,6 @@ from gradalign.optim.gradients import (
     forget_derived_values,
     put_values,
     take_gradients,
-    weighted_sum,
 )
 from gradalign.optim.shards import held_values
 
@@ -129,14 +128,11 @@ class TwoPasses:
             vectors = [None if g is None else g.div_(scale) for g in vectors]
         self.parts.append(Part(vectors, weight, random, scale))
 
-    @torch.no_grad()
     def local_mean(self) -> Gradients:
         """Return the weighted mean of this process's parts as new tensors."""
-        mean: Gradients = []
-        shares = [part.weight / self.weight for part in self.parts]
-        for given in zip(*(part.vectors for part in self.parts), strict=True):
-            found = [(g, share) for g, share in zip(given, shares, strict=True) if g is not None]
-            mean.append(weighted_sum(*zip(*found, strict=True)) if found else None)
+        mean: Gradients = [None] * len(self.parameters)
+        for part in self.parts:
+            add_gradients(mean, part.vectors, part.weight / self.weight, in_place=False)
         return mean
 
     @torch.no_grad()
@@ -192,7 +188,9 @@ class TwoPasses:
         """Add the gradient of the point just visited to the total; return whether there was one."""
         if self.visited == 0 or all(p.grad is None for p in self.parameters):
             return False
-        add_gradients(self.total, take_gradients(self.parameters), self.share(self.parts[self.visited - 1]))
+        add_gradients(
+            self.total, take_gradients(self.parameters), self.share(self.parts[self.visited - 1]), in_place=True
+        )
         return True
 
     def share(self, part: Part, whole: float | None = None) -> float:
