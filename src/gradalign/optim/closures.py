@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradalign.errors import GradalignError
-from gradalign.optim.gradients import Gradients, displaced, put_gradients, take_gradients
+from gradalign.optim.gradients import Gradients, add_gradients, displaced, put_gradients, take_gradients
 from gradalign.optim.two_passes import RandomState, TwoPasses, random_state
 from gradalign.optim.wrapper import OptimizerWrapper
 
@@ -126,9 +126,12 @@ class ClosureStep:
     def stored(self, beta: float) -> None:
         """Fill ``.grad`` with the mean of the displaced gradients: two passes, n + 1 vectors."""
         passes = self.passes
+        mean: Gradients = [None] * len(self.parameters)
         for i, weight in enumerate(self.weights):
             passes.collect(weight, self._first(i, 1.0))
-        mean = self._reduce(passes.local_mean(), with_loss=True)
+            # Added at once, while it is in the cache.
+            add_gradients(mean, passes.parts[i].vectors, weight / self.weight, in_place=False)
+        mean = self._reduce(mean, with_loss=True)
         if self.ranks.lost(mean):
             put_gradients(self.parameters, mean)
             return
