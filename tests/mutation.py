@@ -46,7 +46,7 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 # The tests that guard each module, the quickest first.
 ROUNDS = ("combinations", "sums", "algorithms", "reference")
 TOGETHER = ("products", "fast_limits", "together", "lockstep", "reference")
-OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed")
+OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed", "trainers")
 TASKS = ("bounds", "partition", "holdout", "groups", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory", "probe")
 GUARDS: dict[str, tuple[str, ...]] = {
@@ -69,6 +69,8 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "fast/spectrum": ("spectrum",),
     "fast/stacks": ("same_function", "fast"),
     "optim/closures": OPTIM,
+    "optim/gradients": OPTIM,
+    "optim/pending": OPTIM,
     "optim/ranks": OPTIM,
     "optim/two_pass_steps": OPTIM,
     "optim/two_passes": OPTIM,
