@@ -1,0 +1,97 @@
+"""``gradalign reproduce``: the paper's experiments, and a verdict for each of its claims."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+from typer import Argument, Option
+
+from gradalign.cli import common
+from gradalign.cli.common import AsJson, DataDir, Device
+from gradalign.errors import GradalignError
+
+
+def reproduce(
+    names: Annotated[
+        list[str] | None, Argument(metavar="[NAME]…", help="Experiments of the list (default: all).")
+    ] = None,
+    scale: str = Option(
+        "small", metavar="small|medium|paper", help="An evening on two cores, some days, the paper's own."
+    ),
+    out: Path = Option(Path("reproduction"), help="Folder to write to; the same command goes on with what is there."),
+    only: str | None = Option(None, help="Run only these entries of the experiments, e.g. fedga,fedavg."),
+    show_list: bool = Option(False, "--list", help="Show the list and what is left of it, and leave."),
+    report_only: bool = Option(
+        False, "--report", help="Run nothing: write the page and the verdicts of what has finished."
+    ),
+    plan: Path | None = Option(None, help="A list of your own, as TOML, instead of the paper's."),
+    data_dir: DataDir = None,
+    device: Device = "cpu",
+    workers: int | None = Option(None, min=0, help="Worker processes (default: one per core; 0: none)."),
+    checkpoint_seconds: float = Option(60.0, min=0, help="Keep a run's checkpoint at most this often."),
+    as_json: AsJson = False,
+) -> None:
+    """Run the paper's experiments, seed by seed, and judge its claims.
+
+    After any interruption the same command goes on.
+    """
+    with common.plain_errors("the same command goes on where this ended"):
+        from gradalign.reproduce.conduct import Reproduction
+        from gradalign.reproduce.plan import choose, read_plan, scale_of
+        from gradalign.server.runner import RunOptions
+        from gradalign.tasks.storage import using_data_folder
+
+        every = read_plan(plan)
+        chosen = choose(every, names or [])
+        entries = [name.strip() for name in only.split(",")] if only else []
+        known = {entry for one in chosen for entry in one.entry_names()}
+        if not set(entries) <= known:
+            raise GradalignError(
+                f'--only: "{min(set(entries) - known)}" is no entry; known are {", ".join(sorted(known))}'
+            )
+        options = RunOptions(device=device, workers=workers, checkpoint_seconds=checkpoint_seconds)
+        work = Reproduction(
+            experiments=every,
+            scale=scale_of(scale),
+            folder=out,
+            options=options,
+            say=common.say,
+            show=sys.stderr.isatty(),
+        )
+        if show_list:
+            rows = [work.state(one) for one in chosen]
+            if as_json:
+                common.print_json(rows)
+            else:
+                _print_list(Console(), rows)
+            return
+        with using_data_folder(data_dir):
+            for one in chosen if not report_only else []:
+                work.run(one, entries)
+                work.results()
+            results = work.results()
+        if as_json:
+            common.print_json(results)
+        else:
+            _print_verdicts(Console(), results, {one.name for one in chosen})
+
+
+def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
+    table = Table("experiment", "what", "settings", "runs", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(common.plain(row[key]) for key in ("name", "title", "settings", "left")))
+    console.print(table)
+
+
+def _print_verdicts(console: Console, results: dict[str, Any], names: set[str]) -> None:
+    table = Table("experiment", "claim", "verdict", "why", box=None, pad_edge=False)
+    for one in results["experiments"]:
+        for row in one["verdicts"] if one["name"] in names else []:
+            table.add_row(*map(common.plain, (one["name"], row["text"], row["verdict"], row["why"])))
+    console.print(table)
+    if results["report"]:
+        console.print(f"report: {common.plain(results['report'])}", highlight=False, soft_wrap=True)
