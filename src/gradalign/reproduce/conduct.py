@@ -12,7 +12,7 @@ from gradalign.compare import Planned, claimed_folder, plan_comparison, run_comp
 from gradalign.recipes.spec import checked
 from gradalign.report import write_report
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
-from gradalign.reproduce.verdicts import verdict_row
+from gradalign.reproduce.verdicts import Rows, verdict_row
 from gradalign.runs import METRICS, REPORT, SUMMARY, safe_name, write_json, write_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Run, gather
@@ -69,18 +69,25 @@ class Reproduction:
         return {name: checked(Chosen, table, str(file)) for name, table in read_optional(file).items()}
 
     def _taken_over(self, experiment: Experiment, name: str) -> Settled:
-        """Return another experiment's settings by algorithm, without what the entries fix themselves."""
-        other = next(one for one in self.experiments if one.name == name)
-        theirs, taken = self.settings(other), {}
+        """Return another experiment's settings, and of the entries that are not tuned, those of their algorithms.
+
+        What an entry fixes itself stays its own.
+        """
+        other, own = next(one for one in self.experiments if one.name == name), experiment.at(self.scale)
+        theirs = {
+            entry: Chosen(values=one.values, source=f"as in {name}: {one.source}")
+            for entry, one in self.settings(other, other.algorithms[0]).items()
+        }
+        taken = {}
         for entry in experiment.entry_names():
             fixed = experiment.entries.get(entry, {})
             found = theirs.get(fixed.get("algorithm", {}).get("name", entry))
-            if found is not None:
+            if found is not None and (own.tune is None or entry not in own.tune.lists):
                 values = {
                     key: v for key, v in found.values.items() if PLACES[key][1] not in fixed.get(PLACES[key][0], {})
                 }
-                taken[entry] = Chosen(values=values, source=f"as in {name}: {found.source}")
-        return taken
+                taken[entry] = Chosen(values=values, source=found.source)
+        return theirs | taken
 
     def _search(self, experiment: Experiment, tune: Tuning, entry: str, settled: Settled) -> Settled:
         """Choose the settings of one entry on validation examples; of one with β, also those of the one without."""
@@ -156,7 +163,9 @@ class Reproduction:
 
     def results(self) -> dict[str, Any]:
         """Write results.json and the page of all runs that have finished; return the results."""
-        found = [self._result(one) for one in self.experiments if is_there(self.place(one) / RUNS)]
+        runs = {one.name: self._runs_of(one) for one in self.experiments}
+        every = {f"{name}/{entry}": _rows(own) for name, entries in runs.items() for entry, own in entries.items()}
+        found = [self._result(one, runs[one.name], every) for one in self.experiments]
         results: dict[str, Any] = {
             "scale": self.scale,
             "experiments": [one for one in found if one["algorithms"]],
@@ -167,12 +176,18 @@ class Reproduction:
         page = write_report(folders, self.folder / REPORT, title="The paper's experiments") if folders else None
         return results | {"report": None if page is None else str(page)}
 
-    def _result(self, experiment: Experiment) -> dict[str, Any]:
-        place = self.place(experiment)
+    def _runs_of(self, experiment: Experiment) -> dict[str, list[Run]]:
+        folder = self.place(experiment) / RUNS
         runs: dict[str, list[Run]] = {}
-        for run in gather([place / RUNS]).runs:
+        for run in gather([folder]).runs if is_there(folder) else []:
             runs.setdefault(run.entry or "", []).append(run)
-        rows = {entry: [run.rows for run in own if run.state == "complete"] for entry, own in runs.items()}
+        return runs
+
+    def _result(
+        self, experiment: Experiment, runs: Mapping[str, list[Run]], every: Mapping[str, list[Rows]]
+    ) -> dict[str, Any]:
+        place = self.place(experiment)
+        rows = {**every, **{entry: _rows(own) for entry, own in runs.items()}}
         settled = read_optional(place / SETTINGS)
         return {
             "name": experiment.name,
@@ -182,6 +197,10 @@ class Reproduction:
             "algorithms": [_entry_result(entry, own, settled.get(entry)) for entry, own in runs.items()],
             "verdicts": [verdict_row(claim, rows) for claim in experiment.claims],
         }
+
+
+def _rows(runs: Sequence[Run]) -> list[Rows]:
+    return [run.rows for run in runs if run.state == "complete"]
 
 
 def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -142,8 +142,9 @@ def read_plan(path: Path | None = None) -> list[Experiment]:
     for one in found:
         if names.count(one.name) > 1:
             raise GradalignError(f'{path.name}: the experiment "{one.name}" is there twice')
+        known = {*one.entry_names(), *(f"{other.name}/{entry}" for other in found for entry in other.entry_names())}
         sides = {side for claim in one.claims for side in (claim.first, claim.second) if isinstance(side, str)}
-        strangers = sorted(sides - set(one.entry_names()))
+        strangers = ", ".join(sorted(sides - known))
         if strangers or (one.settings_from is not None and one.settings_from not in names):
             raise GradalignError(
                 f'{path.name}: {one.name} names "{strangers or one.settings_from}", which is not there'

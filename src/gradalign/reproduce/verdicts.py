@@ -28,7 +28,7 @@ class Claim(Section):
     """One sentence of the paper, as a difference ``first`` − ``second`` of a measured number.
 
     Attributes:
-        second: An entry of the experiment, or a level to compare the first with.
+        second: An entry of the experiment, EXPERIMENT/ENTRY of another, or a level to compare the first with.
         at: What both have spent alike when they are compared.
         metric: A column of the runs' rows; shares are judged in percentage points.
         expect: What the paper says of the difference.
