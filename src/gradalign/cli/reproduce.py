@@ -81,10 +81,13 @@ def reproduce(
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table("experiment", "what", "settings", "runs", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(common.plain(row[key]) for key in ("name", "title", "settings", "left")))
-    console.print(table)
+        hours = "" if row["core_hours"] is None else f", in all about {row['core_hours']:g} hours of one core"
+        choose = f"; settings to choose: {', '.join(row['settings_to_choose'])}" if row["settings_to_choose"] else ""
+        console.print(
+            f"[bold]{common.plain(row['name'])}[/]  {common.plain(row['title'])}", highlight=False, soft_wrap=True
+        )
+        console.print(common.plain(f"    {row['left']}{choose}{hours}"), highlight=False, soft_wrap=True)
 
 
 def _print_verdicts(console: Console, results: dict[str, Any], names: set[str]) -> None:

@@ -149,14 +149,13 @@ class Reproduction:
         """Return what is done of an experiment and what is left, without reading any data."""
         own = experiment.at(self.scale)
         settled = self._written(experiment) or dict(own.chosen)
-        wanted = set(own.tune.lists if own.tune else ()) - set(settled)
         runs = self.planned(experiment, settled, check=False)
-        hours = "" if own.hours is None else f"; in all about {own.hours:g} hours of one core when it was measured"
         return {
             "name": experiment.name,
             "title": experiment.title,
-            "settings": f"to be chosen: {', '.join(sorted(wanted))}" if wanted else "chosen",
-            "left": time_left(runs) + hours,
+            "settings_to_choose": [entry for entry in (own.tune.lists if own.tune else ()) if entry not in settled],
+            "left": time_left(runs),
+            "core_hours": own.hours,
         }
 
     # Results

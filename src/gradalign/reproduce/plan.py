@@ -130,14 +130,13 @@ class Experiment(Section):
         return {"rounds": rounds, "measure": every}
 
 
-class _Plan(Section):
-    experiment: list[Experiment]
-
-
 def read_plan(path: Path | None = None) -> list[Experiment]:
     """Return the experiments in the order of their worth; without a path, the list that comes with the package."""
     path = Path(__file__).with_name("experiments.toml") if path is None else path
-    found = checked(_Plan, read_recipe(path), path.name).experiment
+    tables = read_recipe(path).get("experiment")
+    if not isinstance(tables, list) or not tables:
+        raise GradalignError(f"{path.name} has no [[experiment]]")
+    found = [checked(Experiment, table, f"{path.name}: experiment {n}") for n, table in enumerate(tables, start=1)]
     names = [one.name for one in found]
     for one in found:
         if names.count(one.name) > 1:
