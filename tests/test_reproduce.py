@@ -277,7 +277,9 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
             Claim.model_validate({k: row[k] for k in ("text", "first", "second", "at")}),
             difference(row["first_scores"], row["second_scores"]),
         )
-    assert "<html" in Path("out/report.html").read_text()
+    page = Path("out/report.html").read_text()
+    assert "FedGA above FedAvg" in page
+    assert page.index("Verdicts</h2>") < page.index("Comparison</h3>")
 
 
 @pytest.mark.usefixtures("_tiny")

@@ -40,7 +40,7 @@ def reproduce(
     After any interruption the same command goes on.
     """
     with common.plain_errors("the same command goes on where this ended"):
-        from gradalign.reproduce.conduct import Reproduction
+        from gradalign.reproduce.conduct import Reproduction, verdict_table
         from gradalign.reproduce.plan import choose, read_plan, scale_of
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
@@ -77,7 +77,9 @@ def reproduce(
         if as_json:
             common.print_json(results)
         else:
-            _print_verdicts(Console(), results, {one.name for one in chosen})
+            named = {one.name for one in chosen}
+            table = verdict_table([one for one in results["experiments"] if one["name"] in named])
+            _print_verdicts(Console(), table, results["report"])
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -90,11 +92,10 @@ def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
         console.print(common.plain(f"    {row['left']}{choose}{hours}"), highlight=False, soft_wrap=True)
 
 
-def _print_verdicts(console: Console, results: dict[str, Any], names: set[str]) -> None:
-    table = Table("experiment", "claim", "verdict", "why", box=None, pad_edge=False)
-    for one in results["experiments"]:
-        for row in one["verdicts"] if one["name"] in names else []:
-            table.add_row(*map(common.plain, (one["name"], row["text"], row["verdict"], row["why"])))
-    console.print(table)
-    if results["report"]:
-        console.print(f"report: {common.plain(results['report'])}", highlight=False, soft_wrap=True)
+def _print_verdicts(console: Console, table: list[list[str]], page: str | None) -> None:
+    shown = Table(*table[0], box=None, pad_edge=False)
+    for row in table[1:]:
+        shown.add_row(*map(common.plain, row))
+    console.print(shown)
+    if page is not None:
+        console.print(f"report: {common.plain(page)}", highlight=False, soft_wrap=True)

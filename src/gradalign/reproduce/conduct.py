@@ -172,7 +172,10 @@ class Reproduction:
         }
         write_json(self.folder / RESULTS, results)
         folders = [self.folder / one["folder"] / RUNS for one in results["experiments"]]
-        page = write_report(folders, self.folder / REPORT, title="The paper's experiments") if folders else None
+        page = None
+        if folders:
+            table = verdict_table(results["experiments"])
+            page = write_report(folders, self.folder / REPORT, title="The paper's experiments", verdicts=table)
         return results | {"report": None if page is None else str(page)}
 
     def _runs_of(self, experiment: Experiment) -> dict[str, list[Run]]:
@@ -196,6 +199,18 @@ class Reproduction:
             "algorithms": [_entry_result(entry, own, settled.get(entry)) for entry, own in runs.items()],
             "verdicts": [verdict_row(claim, rows) for claim in experiment.claims],
         }
+
+
+def verdict_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the verdicts as a table: its heads, and a row for each claim."""
+    table = [["experiment", "claim", "at equal", "first − second", "verdict", "why"]]
+    for one in experiments:
+        for row in one["verdicts"]:
+            found, margin = row["difference"], row["margin"]
+            words = "–" if found is None else f"{found:+.3g}" + ("" if margin is None else f" ± {margin:.2g}")
+            seeds = f" ({len(row['first_scores'])} and {len(row['second_scores'])} runs)"
+            table.append([one["name"], row["text"], row["at"], words + seeds, row["verdict"], row["why"]])
+    return table
 
 
 def _rows(runs: Sequence[Run]) -> list[Rows]:
