@@ -57,6 +57,7 @@ def test_the_tracking_pages_example_and_recipe(capsys):
         "docs/tracking.md",
         "docs/tutorial-own-data.md",
         "docs/results.md",
+        "docs/reproduce.md",
         "examples/flower-fedga/README.md",
     ],
 )

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from gradalign.cli import common
 from gradalign.cli.common import AsJson, DataDir, Device
-from gradalign.errors import GradalignError
+from gradalign.errors import FolderInUseError, GradalignError
 
 
 def reproduce(
@@ -70,8 +70,12 @@ def reproduce(
                 _print_list(Console(), rows)
             return
         with using_data_folder(data_dir):
+            work.claim()
             for one in chosen if not report_only else []:
-                work.run(one, entries)
+                try:
+                    work.run(one, entries)
+                except FolderInUseError:
+                    common.say(f"{one.name}: another process is at work on it; going on with the next")
                 work.results()
             results = work.results()
         if as_json:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.compare import Planned, claimed_folder, plan_comparison, run_comparison, spread
+from gradalign.errors import GradalignError
 from gradalign.recipes.spec import checked
 from gradalign.report import write_report
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
@@ -22,9 +23,9 @@ from gradalign.server.runner import RunOptions
 from gradalign.sweep.conduct import run_search
 from gradalign.sweep.grid import PLACES, Lists, Point
 from gradalign.sweep.plan import plan_sweep
-from gradalign.sweep.protocol import Outcome, best_of
+from gradalign.sweep.protocol import best_of
 
-SETTINGS, RESULTS, RUNS, TUNE = "settings.toml", "results.json", "runs", "tune"
+STAMP, SETTINGS, RESULTS, RUNS, TUNE = "reproduction.toml", "settings.toml", "results.json", "runs", "tune"
 Say = Callable[[str], None]
 Settled = dict[str, Chosen]
 
@@ -43,6 +44,15 @@ class Reproduction:
     def place(self, experiment: Experiment) -> Path:
         return self.folder / safe_name(experiment.name)
 
+    def claim(self) -> None:
+        """Make the folder this scale's, or refuse one that holds another's."""
+        file = self.folder / STAMP
+        known = read_optional(file).get("scale", self.scale)
+        if known != self.scale:
+            raise GradalignError(f"{self.folder} holds runs of the scale {known}; choose another --out")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_toml(file, {"scale": self.scale})
+
     # Settings
 
     def settings(self, experiment: Experiment, entries: Sequence[str] = ()) -> Settled:
@@ -50,82 +60,69 @@ class Reproduction:
 
         Chosen now are those of ``entries``, all without any; first those that the others take values from.
         """
-        own, file = experiment.at(self.scale), self.place(experiment) / SETTINGS
-        settled = self._written(experiment) or dict(own.chosen)
+        tune, file = experiment.at(self.scale).tune, self.place(experiment) / SETTINGS
+        settled = self._known(experiment)
         if not settled and experiment.settings_from is not None:
             settled = self._taken_over(experiment, experiment.settings_from)
-        lists = list(own.tune.lists) if own.tune else []
-        wanted = [entry for entry in lists if not entries or entry in entries or entry == lists[0]]
-        for entry in wanted:
-            if own.tune is not None and entry not in settled:
-                settled |= self._search(experiment, own.tune, entry, settled)
+        for number, entry in enumerate(tune.lists if tune else ()):
+            if tune and entry not in settled and (not entries or entry in entries or number == 0):
+                settled |= self._search(experiment, tune, entry, settled)
                 _write(file, settled)
         if settled and not is_there(file):
             _write(file, settled)
         return settled
 
-    def _written(self, experiment: Experiment) -> Settled:
+    def _known(self, experiment: Experiment) -> Settled:
         file = self.place(experiment) / SETTINGS
-        return {name: checked(Chosen, table, str(file)) for name, table in read_optional(file).items()}
+        written = {name: checked(Chosen, table, str(file)) for name, table in read_optional(file).items()}
+        return written or dict(experiment.at(self.scale).chosen)
 
     def _taken_over(self, experiment: Experiment, name: str) -> Settled:
         """Return another experiment's settings, and of the entries that are not tuned, those of their algorithms.
 
         What an entry fixes itself stays its own.
         """
-        other, own = next(one for one in self.experiments if one.name == name), experiment.at(self.scale)
-        theirs = {
-            entry: Chosen(values=one.values, source=f"as in {name}: {one.source}")
-            for entry, one in self.settings(other, other.algorithms[0]).items()
-        }
-        taken = {}
-        for entry in experiment.entry_names():
+        other, tune = next(one for one in self.experiments if one.name == name), experiment.at(self.scale).tune
+        theirs, taken = self.settings(other, other.algorithms[0]), {}
+        for entry in {*theirs, *experiment.entry_names()} - set(tune.lists if tune else ()):
             fixed = experiment.entries.get(entry, {})
             found = theirs.get(fixed.get("algorithm", {}).get("name", entry))
-            if found is not None and (own.tune is None or entry not in own.tune.lists):
-                values = {
+            if found is not None:
+                free = {
                     key: v for key, v in found.values.items() if PLACES[key][1] not in fixed.get(PLACES[key][0], {})
                 }
-                taken[entry] = Chosen(values=values, source=found.source)
-        return theirs | taken
+                taken[entry] = Chosen(values=free, source=f"as in {name}: {found.source}")
+        return taken
 
     def _search(self, experiment: Experiment, tune: Tuning, entry: str, settled: Settled) -> Settled:
         """Choose the settings of one entry on validation examples; of one with β, also those of the one without."""
-        known = {name: dict(one.values) for name, one in settled.items()}
-        base: Point = known.get(tune.base, {})
-        recipe = experiment.recipe_at(self.scale, {entry: base} | known, tune.budget)
+        known = _points(settled)
+        recipe = experiment.recipe_at(self.scale, {entry: known.get(tune.base, {})} | known, tune.budget)
         recipe = replace(recipe, data={**recipe.data, "seed": SEARCH_SEED})
         stated = tune.lists[entry].model_dump(exclude_none=True)
         lists: Lists = {name: stated.pop(name) for name in [*PLACES, "beta_fine"] if name in stated}
         spec = recipe.spec_for(entry, SEARCH_SEED)
-        held: dict[str, Any] = {"batch": spec.local.batch_size or "whole", "weight_decay": spec.local.weight_decay}
-        held |= {"lr": spec.local.lr} | (
-            {"K": spec.local.steps} if spec.local.steps else {"epochs": spec.local.epochs or 1}
-        )
-        given: Any = {name: [value] for name, value in held.items()} | lists
-        plan = plan_sweep(recipe, entry, given, sampler="grid", trials=None, test_beta=False, **stated)
+        local = spec.local
+        held: dict[str, Any] = {"K": [local.steps]} if local.steps else {"epochs": [local.epochs or 1]}
+        held |= {"lr": [local.lr], "batch": [local.batch_size or "whole"], "weight_decay": [local.weight_decay]}
+        plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
         self.say(f"{experiment.name}: choosing settings of {entry} on validation examples")
         found = run_search(plan, self.place(experiment) / TUNE / safe_name(entry), self.options, show=self.show)
-        names = [entry, plan.search.baseline]
-        return {
-            name: self._best(outcomes, tune, plan.holdout)
-            for name, outcomes in zip(names, found, strict=True)
-            if name is not None and name not in settled
-        }
-
-    def _best(self, outcomes: Sequence[Outcome], tune: Tuning, holdout: float) -> Chosen:
-        best = best_of(outcomes, "the search")
-        source = (
-            f"chosen on {100 * holdout:g} % of each client's training examples, not trained on: the best of "
-            f"{len(outcomes)} trials of length {tune.budget}, seed {SEARCH_SEED}"
-        )
-        return Chosen(values=best.point, source=source)
+        chosen = {}
+        for name, outcomes in zip((entry, plan.search.baseline), found, strict=True):
+            if name is not None and name not in settled:
+                source = (
+                    f"chosen on {100 * plan.holdout:g} % of each client's training examples, not trained on: the best "
+                    f"of {len(outcomes)} trials of length {tune.budget}, seed {SEARCH_SEED}"
+                )
+                chosen[name] = Chosen(values=best_of(outcomes, "the search").point, source=source)
+        return chosen
 
     # Runs
 
     def planned(self, experiment: Experiment, settled: Settled, *, check: bool = True) -> list[Planned]:
         """Return all runs in the order of their worth: seed by seed of each group of entries."""
-        recipe = experiment.recipe_at(self.scale, {name: dict(one.values) for name, one in settled.items()})
+        recipe = experiment.recipe_at(self.scale, _points(settled))
         seeds = experiment.at(self.scale).seeds
         runs = plan_comparison(recipe, experiment.entry_names(), seeds, self.place(experiment) / RUNS, check=check)
         group = {entry: place for place, group in enumerate(experiment.algorithms) for entry in group}
@@ -147,8 +144,7 @@ class Reproduction:
 
     def state(self, experiment: Experiment) -> dict[str, Any]:
         """Return what is done of an experiment and what is left, without reading any data."""
-        own = experiment.at(self.scale)
-        settled = self._written(experiment) or dict(own.chosen)
+        own, settled = experiment.at(self.scale), self._known(experiment)
         runs = self.planned(experiment, settled, check=False)
         return {
             "name": experiment.name,
@@ -162,28 +158,22 @@ class Reproduction:
 
     def results(self) -> dict[str, Any]:
         """Write results.json and the page of all runs that have finished; return the results."""
-        runs = {one.name: self._runs_of(one) for one in self.experiments}
+        runs = {one.name: self._runs(one) for one in self.experiments}
         every = {f"{name}/{entry}": _rows(own) for name, entries in runs.items() for entry, own in entries.items()}
         found = [self._result(one, runs[one.name], every) for one in self.experiments]
-        results: dict[str, Any] = {
-            "scale": self.scale,
-            "experiments": [one for one in found if one["algorithms"]],
-            "versions": versions(),
-        }
+        found = [one for one in found if one["algorithms"]]
+        results: dict[str, Any] = {"scale": self.scale, "experiments": found, "versions": versions()}
+        if not found:
+            return results | {"report": None}
         write_json(self.folder / RESULTS, results)
-        folders = [self.folder / one["folder"] / RUNS for one in results["experiments"]]
-        page = None
-        if folders:
-            table = verdict_table(results["experiments"])
-            page = write_report(folders, self.folder / REPORT, title="The paper's experiments", verdicts=table)
-        return results | {"report": None if page is None else str(page)}
+        folders, table = [self.folder / one["folder"] / RUNS for one in found], verdict_table(found)
+        page = write_report(folders, self.folder / REPORT, title="The paper's experiments", verdicts=table)
+        return results | {"report": str(page)}
 
-    def _runs_of(self, experiment: Experiment) -> dict[str, list[Run]]:
+    def _runs(self, experiment: Experiment) -> dict[str, list[Run]]:
         folder = self.place(experiment) / RUNS
-        runs: dict[str, list[Run]] = {}
-        for run in gather([folder]).runs if is_there(folder) else []:
-            runs.setdefault(run.entry or "", []).append(run)
-        return runs
+        found = gather([folder]).runs if is_there(folder) else []
+        return {entry: [run for run in found if run.entry == entry] for entry in {run.entry or "": 0 for run in found}}
 
     def _result(
         self, experiment: Experiment, runs: Mapping[str, list[Run]], every: Mapping[str, list[Rows]]
@@ -237,6 +227,10 @@ def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | 
     }
 
 
+def _points(settled: Settled) -> dict[str, Point]:
+    return {name: dict(one.values) for name, one in settled.items()}
+
+
 def _write(file: Path, settled: Settled) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     write_toml(file, {name: one.model_dump() for name, one in settled.items()})
@@ -255,23 +249,19 @@ def time_left(planned: Sequence[Planned]) -> str:
 
     An entry without a round of its own is counted with the slowest of the others.
     """
-    last = {
-        one.folder: rows[-1] for one in planned if is_there(one.folder / METRICS) and (rows := read_metrics(one.folder))
-    }
+    begun = [one for one in planned if is_there(one.folder / METRICS)]
+    last = {one.folder: rows[-1] for one in begun if (rows := read_metrics(one.folder)) and rows[-1]["round"]}
+    done: dict[str, list[Mapping[str, Any]]] = {}
+    for one in begun:
+        done.setdefault(one.entry, []).extend([last[one.folder]] if one.folder in last else [])
+    speeds = {e: sum(r["seconds"] for r in rows) / sum(r["round"] for r in rows) for e, rows in done.items() if rows}
     todo = [one for one in planned if not ended(one.folder)]
-    rounds, seconds, speeds = dict[str, float](), dict[str, float](), dict[str, float]()
-    for one in planned:
-        row = last.get(one.folder, {"round": 0, "seconds": 0.0})
-        rounds[one.entry] = rounds.get(one.entry, 0) + row["round"]
-        seconds[one.entry] = seconds.get(one.entry, 0.0) + row["seconds"]
-    speeds = {entry: seconds[entry] / count for entry, count in rounds.items() if count}
     words = f"{len(todo)} of {len(planned)} runs left"
     if not todo or not speeds:
         return words + ("; how long a round takes is not known yet" if todo else "")
-    left = sum(
-        (one.spec.rounds - last.get(one.folder, {"round": 0})["round"]) * speeds.get(one.entry, max(speeds.values()))
-        for one in todo
-    )
-    guessed = {one.entry for one in todo} - set(speeds)
-    hint = f" ({', '.join(sorted(guessed))} counted like the slowest measured)" if guessed else ""
-    return f"{words}, about {timedelta(seconds=round(left))} at the speed so far{hint}"
+    slowest = max(speeds.values())
+    left = [(one.entry, one.spec.rounds - last.get(one.folder, {"round": 0})["round"]) for one in todo]
+    seconds = sum(rounds * speeds.get(entry, slowest) for entry, rounds in left)
+    guessed = sorted({one.entry for one in todo} - set(speeds))
+    hint = f" ({', '.join(guessed)} counted like the slowest measured)" if guessed else ""
+    return f"{words}, about {timedelta(seconds=round(seconds))} at the speed so far{hint}"
