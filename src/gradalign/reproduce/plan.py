@@ -13,12 +13,12 @@ from gradalign.errors import GradalignError
 from gradalign.recipes import Recipe, load_recipe, merge, read_recipe
 from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.scale import lay_over
-from gradalign.recipes.spec import CompareSpec, Count, Section, Seeds, Spec, SweepSpec, checked
+from gradalign.recipes.spec import CompareSpec, Count, Section, Seeds, Spec, SweepSpec, Whole, checked
 from gradalign.reproduce.verdicts import Claim
 from gradalign.sweep.grid import Point, apply_point
 
 Scale = Literal["small", "medium", "paper"]
-_POINTS, _TRAIN_POINTS = 60, 12  # measurements of a run: enough that a tenth of it has several
+_POINTS = 60  # measurements of a run: enough that a tenth of it has several
 SEARCH_SEED = 100  # settings are chosen with another seed, and so another division, than those reported
 
 
@@ -67,6 +67,7 @@ class Experiment(Section):
             stand beside the result.
         settings_from: Another experiment, whose chosen settings are taken over by algorithm.
         entries: Settings of single entries, as in a recipe's [compare.settings].
+        train_points: How often training accuracy and drift are measured in a run.
         provenance: Where the settings come from: the paper's text, the authors' published settings, or our choice.
     """
 
@@ -78,6 +79,7 @@ class Experiment(Section):
     papers_setting: bool = False
     settings_from: str | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
+    train_points: Whole = 12
     entries: dict[str, dict[str, Any]] = Field(default_factory=dict)
     provenance: dict[str, str] = Field(default_factory=dict)
     claims: list[Claim] = Field(default_factory=list)
@@ -126,8 +128,8 @@ class Experiment(Section):
         trips = 1 + build_algorithm(spec.algorithm, spec.server).needs_gradients
         each = {"communication": trips, "rounds": 1, "steps": spec.local.steps or 1}[self.equal]
         rounds = max(1, budget // each)
-        every = {"test_every": max(1, rounds // _POINTS), "train_every": max(1, rounds // _TRAIN_POINTS)}
-        return {"rounds": rounds, "measure": every}
+        train = max(1, rounds // self.train_points) if self.train_points else 0
+        return {"rounds": rounds, "measure": {"test_every": max(1, rounds // _POINTS), "train_every": train}}
 
 
 def read_plan(path: Path | None = None) -> list[Experiment]:
