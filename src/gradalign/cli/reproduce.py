@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from gradalign.cli import common
 from gradalign.cli.common import AsJson, DataDir, Device
+from gradalign.engines import under_torchrun
 from gradalign.errors import FolderInUseError, GradalignError
 
 
@@ -28,6 +29,7 @@ def reproduce(
     report_only: bool = Option(
         False, "--report", help="Run nothing: write the page and the verdicts of what has finished."
     ),
+    retune: bool = Option(False, "--retune", help="Choose settings anew where the list has chosen ones."),
     plan: Path | None = Option(None, help="A list of your own, as TOML, instead of the paper's."),
     data_dir: DataDir = None,
     device: Device = "cpu",
@@ -45,6 +47,8 @@ def reproduce(
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
 
+        if under_torchrun():
+            raise GradalignError("reproduce runs in one process; start it without torchrun")
         every = read_plan(plan)
         chosen = choose(every, names or [])
         entries = [name.strip() for name in only.split(",")] if only else []
@@ -61,6 +65,7 @@ def reproduce(
             options=options,
             say=common.say,
             show=sys.stderr.isatty(),
+            retune=retune,
         )
         if show_list:
             rows = [work.state(one) for one in chosen]

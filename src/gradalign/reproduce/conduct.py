@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from gradalign.sweep.conduct import run_search
 from gradalign.sweep.grid import PLACES, Lists, Point
 from gradalign.sweep.plan import plan_sweep
 from gradalign.sweep.protocol import best_of
+from gradalign.tracking.progress import rounds_bar
 
 STAMP, SETTINGS, RESULTS, RUNS, TUNE = "reproduction.toml", "settings.toml", "results.json", "runs", "tune"
 Say = Callable[[str], None]
@@ -40,6 +42,8 @@ class Reproduction:
     options: RunOptions
     say: Say
     show: bool = False
+    retune: bool = False
+    """Choose settings anew where the plan has some."""
 
     def place(self, experiment: Experiment) -> Path:
         return self.folder / safe_name(experiment.name)
@@ -75,7 +79,7 @@ class Reproduction:
     def _known(self, experiment: Experiment) -> Settled:
         file = self.place(experiment) / SETTINGS
         written = {name: checked(Chosen, table, str(file)) for name, table in read_optional(file).items()}
-        return written or dict(experiment.at(self.scale).chosen)
+        return written or ({} if self.retune else dict(experiment.at(self.scale).chosen))
 
     def _taken_over(self, experiment: Experiment, name: str) -> Settled:
         """Return another experiment's settings, and of the entries that are not tuned, those of their algorithms.
@@ -139,8 +143,10 @@ class Reproduction:
                 if one.entry in entries and not ended(one.folder):
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
                     self.say(f"{what}; {time_left(planned)}")
-                    with claimed_folder(self.place(experiment) / RUNS, planned, resume=True):
-                        run_comparison([one], replace(self.options, resume=True), on_row=lambda planned, row: None)
+                    bar = rounds_bar(one.spec.rounds) if self.show else nullcontext(lambda label, row: None)
+                    with claimed_folder(self.place(experiment) / RUNS, planned, resume=True), bar as tick:
+                        resuming = replace(self.options, resume=True)
+                        run_comparison([one], resuming, on_row=lambda run, row: tick(run.entry, row))
 
     def state(self, experiment: Experiment) -> dict[str, Any]:
         """Return what is done of an experiment and what is left, without reading any data."""
