@@ -187,6 +187,7 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
             Claim.model_validate({k: row[k] for k in ("text", "first", "second", "at")}),
             difference(row["first_scores"], row["second_scores"]),
         )
+    assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", code=2).stderr
     page = Path("out/report.html").read_text()
     assert "FedGA above FedAvg" in page
     assert page.index("Verdicts</h2>") < page.index("Comparison</h3>")
@@ -216,6 +217,7 @@ def test_settings_are_chosen_on_validation_examples_and_written_down():
         (("--scale", "huge"), '--scale must be small, medium, paper, got "huge"'),
         (("--only", "fedgo"), '--only: "fedgo" is no entry; known are fedavg, fedga, fedprox, no alignment'),
         (("--plan", "none.toml"), "there is no recipe none.toml"),
+        (("--report",), "out holds no finished run of the list; begin without --report"),
     ],
 )
 def test_bad_input_is_one_sentence(words, sentence):

@@ -74,8 +74,8 @@ def reproduce(
             else:
                 _print_list(Console(), rows)
             return
+        work.require_scale()
         with using_data_folder(data_dir):
-            work.claim()
             for one in chosen if not report_only else []:
                 try:
                     work.run(one, entries)
@@ -83,6 +83,8 @@ def reproduce(
                     common.say(f"{one.name}: another process is at work on it; going on with the next")
                 work.results()
             results = work.results()
+        if report_only and not results["experiments"]:
+            raise GradalignError(f"{out} holds no finished run of the list; begin without --report")
         if as_json:
             common.print_json(results)
         else:

@@ -48,14 +48,16 @@ class Reproduction:
     def place(self, experiment: Experiment) -> Path:
         return self.folder / safe_name(experiment.name)
 
-    def claim(self) -> None:
-        """Make the folder this scale's, or refuse one that holds another's."""
-        file = self.folder / STAMP
-        known = read_optional(file).get("scale", self.scale)
+    def require_scale(self) -> None:
+        """Refuse a folder that holds another scale's runs."""
+        known = read_optional(self.folder / STAMP).get("scale", self.scale)
         if known != self.scale:
             raise GradalignError(f"{self.folder} holds runs of the scale {known}; choose another --out")
+
+    def _stamp(self) -> None:
+        """Write down whose folder this is, once all that may be wrong has been looked at."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_toml(file, {"scale": self.scale})
+        write_toml(self.folder / STAMP, {"scale": self.scale})
 
     # Settings
 
@@ -110,6 +112,7 @@ class Reproduction:
         held: dict[str, Any] = {"K": [local.steps]} if local.steps else {"epochs": [local.epochs or 1]}
         held |= {"lr": [local.lr], "batch": [local.batch_size or "whole"], "weight_decay": [local.weight_decay]}
         plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
+        self._stamp()
         self.say(f"{experiment.name}: choosing settings of {entry} on validation examples")
         found = run_search(plan, self.place(experiment) / TUNE / safe_name(entry), self.options, show=self.show)
         chosen = {}
@@ -139,6 +142,7 @@ class Reproduction:
             if not entries:
                 continue
             planned = self.planned(experiment, self.settings(experiment, entries))
+            self._stamp()
             for one in planned:
                 if one.entry in entries and not ended(one.folder):
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
