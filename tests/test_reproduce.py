@@ -63,6 +63,9 @@ def test_chosen_values_go_where_they_belong():
     spec = recipe.spec_for("fedprox", 1)
     assert (spec.local.lr, spec.local.steps, spec.algorithm.given()) == (0.3, 4, {"mu": 0.7})
     assert recipe.spec_for("fedavg", 1).local.lr == 0.05
+    forms = next(one for one in read_plan() if one.name == "cifar100-forms")
+    late = forms.recipe_at("small", {"fedga-late": {"beta": 0.7}}).spec_for("fedga-late", 0).algorithm.given()["beta"]
+    assert (late.kind, late.value, late.share) == ("off-until", 0.7, 0.5)  # a schedule keeps its form
 
 
 def test_beta_belongs_to_the_grid_of_an_algorithm_without_a_baseline():

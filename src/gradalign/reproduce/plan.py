@@ -13,7 +13,7 @@ from gradalign.errors import GradalignError
 from gradalign.recipes import Recipe, load_recipe, merge, read_recipe
 from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.scale import lay_over
-from gradalign.recipes.spec import CompareSpec, Count, Section, Seeds, Spec, SweepSpec, Whole, checked
+from gradalign.recipes.spec import Count, Section, Seeds, Spec, SweepSpec, Whole, checked
 from gradalign.reproduce.verdicts import Claim
 from gradalign.sweep.grid import Point, apply_point
 
@@ -102,27 +102,14 @@ class Experiment(Section):
         data = lay_over(base.data, merge(self.settings, own.settings)) | {"name": self.name}
         if not self.papers_setting:
             data["paper"] = None
-        compare = CompareSpec(
-            algorithms=self.entry_names(),
-            seeds=own.seeds,
-            curves=base.compare.curves,
-            settings={
-                entry: merge(
-                    merge(base.compare.settings.get(entry, {}), self.entries.get(entry, {})),
-                    apply_point({}, chosen.get(entry, {})),
-                )
-                for entry in {
-                    *self.entry_names(),
-                    *base.compare.settings,
-                    *chosen,
-                    *([own.tune.base] if own.tune else []),
-                }
-            },
-        )
-        recipe = replace(base, data=data, compare=compare)
-        lengths = {entry: self._length(recipe.spec_for(entry, 0), budget or own.budget) for entry in compare.settings}
-        settings = {entry: merge(given, lengths[entry]) for entry, given in compare.settings.items()}
-        return replace(recipe, compare=compare.model_copy(update={"settings": settings}))
+        names = {*self.entry_names(), *base.compare.settings, *chosen, *([own.tune.base] if own.tune else [])}
+        given = {name: merge(base.compare.settings.get(name, {}), self.entries.get(name, {})) for name in names}
+        given = {name: apply_point(tables, chosen.get(name, {})) for name, tables in given.items()}
+        recipe = replace(base, data=data, compare=base.compare.model_copy(update={"settings": given}))
+        specs = {name: recipe.spec_for(name, 0) for name in names}
+        given = {name: merge(given[name], self._length(spec, budget or own.budget)) for name, spec in specs.items()}
+        about: dict[str, Any] = {"algorithms": self.entry_names(), "seeds": own.seeds, "settings": given}
+        return replace(recipe, compare=base.compare.model_copy(update=about))
 
     def _length(self, spec: Spec, budget: int) -> dict[str, Any]:
         trips = 1 + build_algorithm(spec.algorithm, spec.server).needs_gradients
