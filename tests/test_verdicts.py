@@ -45,6 +45,10 @@ def run_of(*accuracies: float | None, phases: int = 1) -> list[dict[str, float]]
         ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"claimed": 3.4, "expect": "lower"}, "not reproduced"),
         ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"expect": "equal", "tolerance": 3.5}, "reproduced"),
         ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"expect": "equal", "tolerance": 3.0}, "undecidable"),
+        ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"tolerance": 3.5}, "reproduced"),  # −1 ± 2.27: not worse by 3.5
+        ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"tolerance": 3.0}, "undecidable"),
+        ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"tolerance": 3.5, "expect": "lower"}, "reproduced"),
+        ((83.0, 84.0, 85.0), (89.0, 90.0, 91.0), {"tolerance": 3.5}, "not reproduced"),  # −6 ± 2.27
         ((89.0, 90.0, 91.0), (83.0, 84.0, 85.0), {"expect": "equal", "tolerance": 3.0}, "not reproduced"),  # 6 ± 2.27
         # Unequal seeds: se² = 2/2 + (5/3)/4, 1.90 degrees of freedom, margin 5.4; pooled over 4 it would be 3.
         ((86.0, 88.0), (82.0, 83.0, 84.0, 85.0), {}, "undecidable"),  # 3.5 ± 5.4

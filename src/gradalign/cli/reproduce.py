@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.table import Table
 from typer import Argument, Option
 
 from gradalign.cli import common
@@ -95,18 +94,18 @@ def reproduce(
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        hours = "" if row["core_hours"] is None else f", in all about {row['core_hours']:g} hours of one core"
+        hours = "" if row["core_hours"] is None else f"; in all about {row['core_hours']:g} hours of one core"
         choose = f"; settings to choose: {', '.join(row['settings_to_choose'])}" if row["settings_to_choose"] else ""
-        console.print(
-            f"[bold]{common.plain(row['name'])}[/]  {common.plain(row['title'])}", highlight=False, soft_wrap=True
-        )
-        console.print(common.plain(f"    {row['left']}{choose}{hours}"), highlight=False, soft_wrap=True)
+        _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{hours}")
 
 
 def _print_verdicts(console: Console, table: list[list[str]], page: str | None) -> None:
-    shown = Table(*table[0], box=None, pad_edge=False)
-    for row in table[1:]:
-        shown.add_row(*map(common.plain, row))
-    console.print(shown)
+    for name, text, at, numbers, verdict, why in table[1:]:
+        _print_pair(console, name, text, f"{verdict}: {why}; {numbers}, at equal {at}")
     if page is not None:
         console.print(f"report: {common.plain(page)}", highlight=False, soft_wrap=True)
+
+
+def _print_pair(console: Console, name: str, text: str, below: str) -> None:
+    console.print(f"[bold]{common.plain(name)}[/]  {common.plain(text)}", highlight=False, soft_wrap=True)
+    console.print(common.plain(f"    {below}"), highlight=False, soft_wrap=True)

@@ -33,7 +33,8 @@ class Claim(Section):
         metric: A column of the runs' rows; shares are judged in percentage points.
         expect: What the paper says of the difference.
         claimed: The paper's difference, where it prints one: in points, or in the metric's own unit.
-        tolerance: For "equal": how large a difference still counts as none.
+        tolerance: For "equal": how large a difference still counts as none. Else: by how much the first may be on
+            the wrong side and still count as "not worse".
         window: The last share of what was spent, over whose measurements the metric is averaged.
     """
 
@@ -49,8 +50,8 @@ class Claim(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Claim:
-        if (self.expect == "equal") != (self.tolerance is not None):
-            raise ValueError('"equal" needs a tolerance, and only it has one')
+        if self.expect == "equal" and self.tolerance is None:
+            raise ValueError('"equal" needs a tolerance')
         return self
 
     @property
@@ -92,7 +93,7 @@ def judge(claim: Claim, found: Difference | None) -> tuple[Verdict, str]:
         return "undecidable", "one finished run of a side has no spread to judge by"
     low, high = found.value - found.margin, found.value + found.margin
     interval = f"95 % interval from {low:+.3g} to {high:+.3g}"
-    if claim.tolerance is not None:
+    if claim.expect == "equal" and claim.tolerance is not None:
         if -claim.tolerance < low and high < claim.tolerance:
             return "reproduced", f"{interval} lies within ±{claim.tolerance:g}"
         if low > claim.tolerance or high < -claim.tolerance:
@@ -100,14 +101,16 @@ def judge(claim: Claim, found: Difference | None) -> tuple[Verdict, str]:
         return "undecidable", f"{interval} reaches over ±{claim.tolerance:g}"
     if claim.expect == "lower":
         low, high = -high, -low
-    if low > 0:
-        return "reproduced", f"{interval} leaves out 0 on the paper's side"
-    if high < 0:
-        return "not reproduced", f"{interval} leaves out 0 on the other side"
+    bound = -(claim.tolerance or 0.0)
+    what = f"a loss of {claim.tolerance:g}" if claim.tolerance else "0"
+    if low > bound:
+        return "reproduced", f"{interval} leaves out {what} on the paper's side"
+    if high < bound:
+        return "not reproduced", f"{interval} leaves out {what} on the other side"
     if claim.claimed is not None and high < claim.claimed:
-        return "not reproduced", f"{interval} has 0 in it and leaves out the paper's {claim.claimed:g}"
+        return "not reproduced", f"{interval} has {what} in it and leaves out the paper's {claim.claimed:g}"
     paper = "" if claim.claimed is None else f" and the paper's {claim.claimed:g}"
-    return "undecidable", f"{interval} has 0{paper} in it"
+    return "undecidable", f"{interval} has {what}{paper} in it"
 
 
 def verdict_row(claim: Claim, runs: Mapping[str, Sequence[Rows]]) -> dict[str, object]:
