@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from gradalign.compare import Planned
+from gradalign.comparison import Planned
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import build_algorithm
 from gradalign.report.statistics import difference

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gradalign.compare import Planned, claimed_folder, plan_comparison, run_comparison, spread
+from gradalign.comparison import Planned, claimed_folder, plan_comparison, run_comparison, spread
 from gradalign.errors import GradalignError
 from gradalign.recipes.spec import checked
 from gradalign.report import write_report
