@@ -16,6 +16,7 @@ import tomli_w
 from gradalign.comparison import Planned
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import build_algorithm
+from gradalign.recipes.scale import is_papers_problem
 from gradalign.report.statistics import difference
 from gradalign.reproduce.conduct import Reproduction, time_left
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, read_plan
@@ -44,6 +45,7 @@ def test_every_experiment_has_its_runs_at_equal_cost(scale, tmp_path):
             each = {"communication": trips, "rounds": 1, "steps": run.spec.local.steps}[one.equal]
             assert own.budget - each < run.spec.rounds * each <= own.budget
             assert (run.spec.paper is not None) == one.papers_setting
+            assert is_papers_problem(run.spec.to_dict()) or not one.papers_setting  # else its column would be left out
         assert one.provenance
         assert one.claims
     assert list(tmp_path.iterdir()) == []
