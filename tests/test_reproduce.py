@@ -16,7 +16,7 @@ import tomli_w
 from gradalign.comparison import Planned
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import build_algorithm
-from gradalign.recipes.scale import is_papers_problem
+from gradalign.recipes.paper import is_papers_problem
 from gradalign.report.statistics import difference
 from gradalign.reproduce.conduct import Reproduction, time_left
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, read_plan
