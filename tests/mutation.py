@@ -55,6 +55,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "algorithms/rules": ("server", "constants", "bounds", "reference"),
     "algorithms/schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
     "algorithms/view": ROUNDS,
+    "reproduce/verdicts": ("verdicts",),
     "client/__init__": ("constants", "bounds", "local", "reference"),
     "client/exchange": (*ROUNDS, "streams", "measuring", "resume_bits"),
     "client/step": ("algorithms", "reference", "fast_limits", "decay"),

@@ -60,6 +60,7 @@ def test_the_tracking_pages_example_and_recipe(capsys):
         "docs/trainers.md",
         "docs/tutorial-own-data.md",
         "docs/results.md",
+        "docs/reproduce.md",
         "docs/results-and-metrics.md",
         "examples/flower-fedga/README.md",
     ],

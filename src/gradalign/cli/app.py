@@ -15,6 +15,7 @@ from gradalign.cli import common, output_is_lost, theory
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
 from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
 from gradalign.cli.data import data_app
+from gradalign.cli.reproduce import reproduce
 from gradalign.cli.sweep import sweep
 from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
@@ -192,7 +193,7 @@ def show(
             print_shown(Console(), shown, folder)
 
 
-for command in (sweep, theory.verify, theory.diagnose):
+for command in (sweep, reproduce, theory.verify, theory.diagnose):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

@@ -204,6 +204,7 @@ class SweepSpec(Section):
     beta_fine: Values[NotNegative] | None = None
     mu: Values[NotNegative] | None = None
     alpha: Values[Positive] | None = None
+    rho: Values[Positive] | None = None
     server_lr: Values[Positive] | None = None
     clip_norm: Values[Positive] | None = None
     holdout: HeldOut | None = None

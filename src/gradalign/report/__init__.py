@@ -29,6 +29,7 @@ def write_report(
     title: str | None = None,
     figures: Path | None = None,
     unfinished: bool = False,
+    verdicts: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write one self-contained page about all runs in and below the folders, and return its path.
 
@@ -38,11 +39,13 @@ def write_report(
         title: The page's title (default: the experiments' names).
         figures: A folder to write the same figures to, as PDF and PNG.
         unfinished: Show runs that have not finished, too.
+        verdicts: A table to stand first: its heads and its rows.
 
     Raises:
         GradalignError: There is no run to report.
     """
-    return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
+    gathered = gather(folders, unfinished=unfinished)
+    return report_gathered(gathered, output, title=title, figures=figures, verdicts=verdicts)
 
 
 def report_gathered(
@@ -52,6 +55,7 @@ def report_gathered(
     title: str | None = None,
     figures: Path | None = None,
     on_figure: Callable[[Path], None] | None = None,
+    verdicts: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure.
 
@@ -67,10 +71,10 @@ def report_gathered(
     if figures is not None and figures.exists() and not figures.is_dir():
         raise GradalignError(f"{figures} is a file; the figures need a folder")
     try:
-        page = page_bytes(arrange(gathered.runs), gathered.skipped, title)
+        page = page_bytes(arrange(gathered.runs), gathered.skipped, title, verdicts)
     except Exception:
         _set_aside(gathered)
-        page = page_bytes(arrange(gathered.runs), gathered.skipped, title)
+        page = page_bytes(arrange(gathered.runs), gathered.skipped, title, verdicts)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, page)
     if figures is not None:

@@ -33,7 +33,12 @@ _Curves = Mapping[str, Sequence[Curve]]  # every quantity's, one for each group
 _COLOURS = 8  # of the page; further groups have them again with other line styles
 
 
-def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], title: str | None = None) -> bytes:
+def page_bytes(
+    experiments: Sequence[Experiment],
+    skipped: Sequence[Skipped],
+    title: str | None = None,
+    verdicts: Sequence[Sequence[str]] = (),
+) -> bytes:
     from plotly.offline import get_plotlyjs
 
     library, script = _inert(get_plotlyjs()), _own("page.js")
@@ -57,6 +62,7 @@ def page_bytes(experiments: Sequence[Experiment], skipped: Sequence[Skipped], ti
         style=_style(),
         sections=[_section(one, curves) for one, curves in drawn],
         skipped=skipped,
+        verdicts=verdicts,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
         data=embedded(data),
         library=library,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,8 @@ def run_sweep(
     Processes that share the folder share the work: by a journal in it, or for many machines by the database with the
     URL ``storage``, which holds the sweep under the name ``study`` (None: the plan's). ``show`` asks for a bar.
     """
-    study, sizes = study or plan.name, _sizes(plan)
-    with (
-        opened(folder, storage, study, plan.describe()) as database,
-        working_in(folder) as worker,
-        sweep_bar(sizes, show=show) as bar,
-    ):
-        runner = TrialRunner(options, plan.stop_after)
-        found = _Process(plan, folder, database, study, worker, runner, bar, len(sizes)).run()
+    with _at_work(plan, folder, options, _sizes(plan), storage=storage, study=study, show=show) as process:
+        found = process.run()
     summary = write_results(folder, plan, found)
     runs = [folder / one.facts["folder"] for one in (*found.tested, *found.tested_baseline) if "folder" in one.facts]
     runs = [run for run in runs if (run / METRICS).exists()]  # others lie in another process's folder
@@ -50,9 +45,45 @@ def run_sweep(
     return summary | {"folder": str(folder), "report": report}
 
 
+def run_search(
+    plan: SweepPlan, folder: Path, options: RunOptions, *, show: bool
+) -> tuple[list[Outcome], list[Outcome]]:
+    """Carry the search alone out, or what is left of it: no finalists, and no look at the test set.
+
+    Returns the outcomes of the algorithm, and those of the one it takes values from.
+    """
+    with _at_work(plan, folder, options, _search_sizes(plan), show=show) as process:
+        return process.search()
+
+
+@contextmanager
+def _at_work(
+    plan: SweepPlan,
+    folder: Path,
+    options: RunOptions,
+    sizes: list[tuple[str, int, int]],
+    *,
+    storage: str | None = None,
+    study: str | None = None,
+    show: bool,
+) -> Iterator[_Process]:
+    study = study or plan.name
+    with (
+        opened(folder, storage, study, plan.describe()) as database,
+        working_in(folder) as worker,
+        sweep_bar(sizes, show=show) as bar,
+    ):
+        runner = TrialRunner(options, plan.stop_after)
+        yield _Process(plan, folder, database, study, worker, runner, bar, len(sizes))
+
+
+def _search_sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
+    return [(name, trials, plan.spec(entry, {}).rounds) for name, entry, trials in plan.search.sizes()]
+
+
 def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
     """Return (stage, trials, rounds) as far as they are known before the first trial."""
-    sizes = [(name, trials, plan.spec(entry, {}).rounds) for name, entry, trials in plan.search.sizes()]
+    sizes = _search_sizes(plan)
     rounds = plan.spec(plan.search.entry, {}).rounds
     finalists = min(plan.finalists, sum(trials for name, trials, _ in sizes if name != "baseline"))
     betas = sum(trials for name, trials, _ in sizes if name.startswith("beta-"))
@@ -83,10 +114,14 @@ class _Process:
         self._outcomes: dict[str, list[Outcome]] = {}
         self._trials = TrialsFile(self.folder, self.plan)
 
+    def search(self) -> tuple[list[Outcome], list[Outcome]]:
+        """Go through the stages of the search; what other processes do is waited for."""
+        return protocol.tune(self.plan.search, self._search_stage)
+
     def run(self) -> Found:
         """Go through all stages; what other processes do is waited for, what is done already is taken as it is."""
         first, seeds = self.plan.seed, self.plan.seeds
-        tuned, baseline = protocol.tune(self.plan.search, self._search_stage)
+        tuned, baseline = self.search()
         finalists = protocol.finalists_of(tuned, self.plan.finalists)
         jobs = _jobs((one.point, seed) for one in finalists for seed in range(first, first + seeds))
         later = [job for job in jobs if job.seed != first]

@@ -108,7 +108,8 @@ class Search:
 
     @property
     def others(self) -> Lists:
-        return {name: values for name, values in self.lists.items() if name not in ("beta", FINE)}
+        apart = (FINE,) if self.baseline is None else ("beta", FINE)
+        return {name: values for name, values in self.lists.items() if name not in apart}
 
     def sizes(self) -> list[tuple[str, str, int]]:
         """Return (stage, algorithm, trials) as far as they are known before the first trial."""
