@@ -66,6 +66,20 @@ def no_exit(where: str) -> Iterator[None]:
         ) from stop
 
 
+def raised(error: BaseException) -> str:
+    """Say what the user's own code raised, and where: on the innermost line that is in nobody's package."""
+    import os
+    import sysconfig
+    import traceback
+
+    text, here = f"{type(error).__name__}: {error}", os.getcwd() + os.sep
+    others = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<frozen")
+    for line in reversed(traceback.extract_tb(error.__traceback__)):
+        if not line.filename.startswith(others) and "-packages" not in line.filename:
+            return f"{text} ({line.filename.removeprefix(here)}, line {line.lineno})"
+    return text
+
+
 _NEEDED_FOR = {
     "runs": "a run folder",
     "recipes": "a recipe",

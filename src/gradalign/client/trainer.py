@@ -22,7 +22,7 @@ from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradients, set_out
-from gradalign.errors import ClientError, GradalignError, no_exit
+from gradalign.errors import ClientError, GradalignError, no_exit, raised
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.batches import Examples, map_tensors
 from gradalign.tasks.task import Task
@@ -70,7 +70,7 @@ def named_failure(where: str) -> Iterator[None]:
     except GradalignError:
         raise
     except Exception as error:
-        raise ClientError(f"{where} failed: {type(error).__name__}: {error}") from error
+        raise ClientError(f"{where} failed: {raised(error)}") from error
 
 
 def check_device(device: torch.device | str) -> torch.device:
