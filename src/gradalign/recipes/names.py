@@ -140,7 +140,7 @@ def unused_changes(recipe: Recipe, entries: Iterable[str]) -> list[str]:
     used = {"algorithm": {"name"}, "server": set[str]()}
     for name in names:
         for table, keys in used.items():
-            keys |= fitting({table: recipe.changes.get(table, {})}, name, name)[table].keys()
+            keys.update(fitting({table: recipe.changes.get(table, {})}, name, name)[table])
     for key, value in recipe.changes.get("server", {}).items():
         having = [label for label, rule in rules.items() if key in keys_of(rule)]
         if is_rules_table(value) and plain_name(key) not in rules:
