@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from gradalign import __version__
 from gradalign.cli import common, output_is_lost, theory
-from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
+from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
 from gradalign.cli.data import data_app
 from gradalign.cli.sweep import sweep
 from gradalign.engines import under_torchrun
@@ -59,7 +59,7 @@ def run(
         metavar="local|flower|distributed",
         help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
     ),
-    device: Device = "cpu",
+    device: RecipeDevice = None,
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
@@ -79,7 +79,7 @@ def run(
         common.advise_resume(folder)
         options = RunOptions(
             engine=engine or default_engine(),
-            device=device,
+            device=device or loaded.device,
             workers=workers,
             out=folder,
             resume=resume,
@@ -108,7 +108,7 @@ def compare(
     seed: int | None = Option(None, min=0, help="The first seed."),
     out: Out = None,
     resume: Resume = False,
-    device: Device = "cpu",
+    device: RecipeDevice = None,
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
@@ -136,7 +136,11 @@ def compare(
         common.advise_resume(folder)
         trackers = loaded.trackers()
         options = RunOptions(
-            device=device, workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=trackers
+            device=device or loaded.device,
+            workers=workers,
+            resume=resume,
+            checkpoint_seconds=checkpoint_seconds,
+            trackers=trackers,
         )
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -214,11 +214,13 @@ class ClientTrainer:
     ) -> tuple[Tensor, float, int]:
         """Take the local steps from ``flat.vector`` = x; return Δ, the sum of the losses and the examples seen."""
         y, local = self.flat.vector, self.local
+        if local.optimizer:  # what it does with y is its own affair: there is no shift to undo inside its step
+            plan = replace(plan, every_step=False)
         given, correction = (None if v is None else v.to(y) for v in (plan.displaced(None), plan.correction))
         z, constant, shift = set_out(y, plan, given, correction)
         displaced = given is not None and shift is None
         start = z.clone() if displaced or self.device.type != "cpu" else told.point.x  # else z starts at x
-        decay = local.weight_decay + plan.pull
+        decay = plan.pull + (0.0 if local.optimizer else local.weight_decay)
         step = LocalStep(self.flat, self.factored, z, constant, lr=told.lr, decay=decay, local=local)
         total, seen, augment = torch.zeros((), dtype=torch.float64), 0, self.task.augment
         for rows in batches:

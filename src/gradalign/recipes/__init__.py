@@ -26,7 +26,8 @@ class Recipe:
     """A recipe as plain data, before an algorithm is chosen.
 
     ``source`` is what to call it in messages, ``data`` the file's tables without [compare] and [sweep], ``changes`` the
-    command line's settings, which go over everything. ``tracking`` changes no number and so is not in the spec.
+    command line's settings, which go over everything. ``tracking`` and ``device`` are where a run happens, and so are
+    not in the spec.
     """
 
     source: str
@@ -35,6 +36,7 @@ class Recipe:
     sweep: SweepSpec
     changes: Mapping[str, Any]
     tracking: TrackingSpec
+    device: str = "cpu"
 
     def trackers(self) -> Trackers:
         """Return the trackers that the recipe asks for; one whose package is not installed says so."""
@@ -198,8 +200,22 @@ def load_recipe(
     compare = _command_table(CompareSpec, "compare", data, changes, path.name)
     sweep = _command_table(SweepSpec, "sweep", data, changes, path.name)
     data.setdefault("name", path.stem)
-    tracking = _take_tracking(data, changes, path.name)
-    return Recipe(source=path.name, data=data, compare=compare, sweep=sweep, changes=changes, tracking=tracking)
+    return Recipe(
+        source=path.name,
+        device=_take_device(data, changes, path.name),
+        tracking=_take_tracking(data, changes, path.name),
+        data=data,
+        compare=compare,
+        sweep=sweep,
+        changes=changes,
+    )
+
+
+def _take_device(data: dict[str, Any], changes: dict[str, Any], source: str) -> str:
+    given = [table.pop("device") for table in (data, changes) if "device" in table] or ["cpu"]
+    if not isinstance(given[-1], str):
+        raise GradalignError(f'{source}: device must be a word such as "cuda:0", got {given[-1]!r}')
+    return given[-1]
 
 
 def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes: dict[str, Any], source: str) -> _Table:

@@ -120,6 +120,10 @@ def make_federation(
     total = len(task.clients)
     if per_round is not None and whole("clients.per_round", per_round, 1) > total:
         raise GradalignError(f"clients.per_round is {per_round}, but the task {task.name} has {total} clients")
+    inferring = [part.label for part in algorithm.parts if part.infers_gradients]
+    if inferring and local.optimizer is not None:
+        problem = f"{inferring[0]} takes the clients' updates for sums of gradients, and {local.optimizer}'s are not"
+        raise GradalignError(f"{problem}: use plain SGD (no local.optimizer), or a form with fresh gradients")
     if weights not in ("uniform", "examples"):
         raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
     return Federation(
