@@ -152,6 +152,8 @@ def test_a_class_of_ones_own_is_not_taken_for_the_librarys():
     class Rule(ga.FedAdam):
         """A rule with its parent's label."""
 
+        label = "fedadam"
+
     _, written = described(combine(FedProx(mu=0.1), Rule()), ga.LocalTraining())
     assert "FedProx" in written["algorithm"]["name"]
     assert "Rule" in written["algorithm"]["name"]

@@ -14,6 +14,7 @@ from typer import Argument, Option
 
 from gradalign import __version__
 from gradalign.cli import common, output_is_lost, theory
+from gradalign.cli.algorithms import algorithms as list_algorithms
 from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
 from gradalign.cli.data import data_app
 from gradalign.cli.sweep import sweep
@@ -191,7 +192,7 @@ def show(
             print_shown(Console(), shown, folder)
 
 
-for command in (sweep, theory.verify, theory.diagnose):
+for command in (list_algorithms, sweep, theory.verify, theory.diagnose):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

@@ -45,16 +45,19 @@ def _kind(name: str) -> Kind:
     return kind
 
 
+def kinds_of(name: str) -> list[Kind]:
+    """Return the classes that a name joins."""
+    return [_kind(part) for part in algorithm_names(name)]
+
+
 def parts_of(name: str) -> dict[str, type[Algorithm]]:
     """Return the algorithms that a name joins, by label, without the server's rule."""
-    kinds = [_kind(part) for part in algorithm_names(name)]
-    return {plain_name(kind.label): kind for kind in kinds if issubclass(kind, Algorithm)}
+    return {plain_name(kind.label): kind for kind in kinds_of(name) if issubclass(kind, Algorithm)}
 
 
 def rule_of(name: str | None) -> type[ServerRule]:
     """Return the server's rule that a name has among its parts: the plain average if there is none."""
-    kinds = [_kind(part) for part in algorithm_names(name)] if name else []
-    rules = [kind for kind in kinds if issubclass(kind, ServerRule)]
+    rules = [kind for kind in (kinds_of(name) if name else []) if issubclass(kind, ServerRule)]
     if len(rules) > 1:
         raise GradalignError(f"algorithm.name: {name} names more than one server rule")
     return rules[0] if rules else ServerRule
