@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Scaffold,
     )
     from gradalign.algorithms.plan import Algorithm
-    from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
+    from gradalign.algorithms.rules import ClientReport, FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.algorithms.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.algorithms.view import ClientView, Plan
     from gradalign.api import run
@@ -44,7 +44,7 @@ _HOMES = {
     "gradalign.algorithms": "FedAvg FedCM FedDyn FedGA FedInit FedLESAM FedProx FedSAM LargeBatchGradAlign "
     "LargeBatchSGD LinearScaling Scaffold",
     "gradalign.algorithms.plan": "Algorithm",
-    "gradalign.algorithms.rules": "FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
+    "gradalign.algorithms.rules": "ClientReport FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
     "gradalign.algorithms.schedule": "Cosine OffUntil Steps Warmup",
     "gradalign.algorithms.view": "ClientView Plan",
     "gradalign.api": "run",
@@ -60,8 +60,8 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = ["Algorithm", "ClientView", "Cosine", "DivergedError", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM"]
-__all__ += ["FedCM", "FedDyn", "FedGA", "FedInit", "FedLESAM", "FedProx", "FedSAM", "FedYogi", "GradAlign"]
+__all__ = ["Algorithm", "ClientReport", "ClientView", "Cosine", "DivergedError", "FedAdagrad", "FedAdam", "FedAvg"]
+__all__ += ["FedAvgM", "FedCM", "FedDyn", "FedGA", "FedInit", "FedLESAM", "FedProx", "FedSAM", "FedYogi", "GradAlign"]
 __all__ += ["GradalignError", "LargeBatchGradAlign", "LargeBatchSGD", "LinearScaling", "LocalTraining", "Measure"]
 __all__ += ["OffUntil", "PartitionedClients", "Plan", "Result", "RunInfo", "Scaffold", "ServerRule", "Steps", "Task"]
 __all__ += ["TensorBoard", "Tracker", "Warmup", "WeightsAndBiases", "__version__", "hold_out", "run"]

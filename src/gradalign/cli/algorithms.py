@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from gradalign.recipes.names import Kind
 
 # Forms of one algorithm that cost something else than its usual one.
-_FORMS = {"fedga": [{"mean": "running"}, {"mean": "kept"}], "scaffold": [{"control": "kept"}]}
+_FORMS: dict[str, list[dict[str, Any]]] = {
+    "fedga": [{"mean": "running"}, {"mean": "kept"}],
+    "scaffold": [{"control": "kept"}],
+    "linearscaling": [{"aligned": False}],
+}
 
 
 def describe_algorithms(names: Iterable[str] = ()) -> list[dict[str, Any]]:

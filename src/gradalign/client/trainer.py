@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,7 +127,7 @@ class ClientTrainer:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""
         batch = map_tensors(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), batch)
         halved = self.local.precision == "bf16" and torch.is_grad_enabled()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=halved):
+        with torch.autocast(self.device.type, torch.bfloat16) if halved else nullcontext():  # not all devices have it
             outputs, targets = self.task.predict(self.flat.module, batch)
         if halved and isinstance(outputs, Tensor):
             outputs = outputs.to(self.dtype)

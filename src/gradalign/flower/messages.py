@@ -24,6 +24,7 @@ from gradalign.client import LocalTraining
 from gradalign.client.exchange import Gradient, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.errors import GradalignError
+from gradalign.recipes.names import parts_of
 
 ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
 QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
@@ -100,6 +101,17 @@ class Order:
             return cls(**plain | {"local": LocalTraining(**plain["local"])})
         except (KeyError, TypeError, ValueError) as error:
             raise GradalignError(f"this message is not from a gradalign server: {error}") from None
+
+
+def own_classes(algorithms: Iterable[type[Algorithm] | str]) -> list[type[Algorithm]]:
+    """Return the classes that a client allows beside the built-in ones, imported where they are given by name.
+
+    A server can name only these: nothing is imported because a message says so.
+    """
+    found: list[type[Algorithm]] = []
+    for one in algorithms:
+        found += parts_of(one).values() if isinstance(one, str) else [one]
+    return found
 
 
 def algorithm_of(order: Order, more: Iterable[type[Algorithm]]) -> Combination:
