@@ -224,14 +224,14 @@ class Refuses(ga.Algorithm):
 number = 3
 """
 MISTAKES = {
-    "broken:Plans": r"client \d failed: AttributeError: .* \(broken.py, line 7\)",
-    "broken:Steps": r"the server's part of steps failed: TypeError: .* \(broken.py, line 11\)",
-    "broken:Refuses": r"Refuses could not be made: KeyError: 0.5 \(broken.py, line 17\)",
+    "broken:Plans": r"client \d failed: AttributeError: .*broken.py, line 7\)",
+    "broken:Steps": r"the server's part of steps failed: TypeError: .*broken.py, line 11\)",
+    "broken:Refuses": r"Refuses could not be made: KeyError: 0.5 .*broken.py, line 17\)",
     "broken:number": "broken:number is not a subclass of gradalign.Algorithm or gradalign.ServerRule",
     "broken:Absent": 'the module broken has no "Absent"',
-    "absent:Plans": "cannot import \"absent\": No module named 'absent'",
+    "absent:Plans": "cannot import \"absent\": ModuleNotFoundError: No module named 'absent'",
     "broken:": '"broken:" is not package.module:Class',
-    "worse:Plans": r"importing worse failed: ZeroDivisionError: division by zero \(worse.py, line 1\)",
+    "worse:Plans": r"importing worse failed: ZeroDivisionError: division by zero .*worse.py, line 1\)",
     "my_rules:FedExP+fedadam": "names more than one server rule",
     "my_rules:HalfStep+my_rules:HalfSteps": 'the module my_rules has no "HalfSteps"',
 }

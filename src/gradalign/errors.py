@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -54,6 +55,21 @@ class TooFewClientsError(RunEndedError):
     """Fewer clients answered a phase than the federation asks for; the round was not taken."""
 
 
+def told(error: BaseException) -> str:
+    """Return what user code raised, and where: its kind, its words, and the last line of code that is the user's."""
+    import sysconfig
+    import traceback
+
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    not_theirs = (*libraries, str(Path(__file__).parent), "<")
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    own = next((frame for frame in frames if not frame.filename.startswith(not_theirs)), None)
+    words = f"{type(error).__name__}: {error}"
+    if own is None or isinstance(error, SyntaxError):  # which says it itself
+        return words
+    return f"{words} ({'/'.join(Path(own.filename).parts[-2:])}, line {own.lineno})"
+
+
 @contextmanager
 def no_exit(where: str) -> Iterator[None]:
     """Turn a ``sys.exit`` in the user's own code, which would end everything without a word, into a ClientError."""
@@ -64,20 +80,6 @@ def no_exit(where: str) -> Iterator[None]:
             f"{where} called sys.exit({'' if stop.code is None else repr(stop.code)}) and would have ended everything; "
             "let it return, or raise an error that says what is wrong"
         ) from stop
-
-
-def raised(error: BaseException) -> str:
-    """Say what the user's own code raised, and where: on the innermost line that is in nobody's package."""
-    import os
-    import sysconfig
-    import traceback
-
-    text, here = f"{type(error).__name__}: {error}", os.getcwd() + os.sep
-    others = (os.path.dirname(__file__), sysconfig.get_path("stdlib"), "<frozen")
-    for line in reversed(traceback.extract_tb(error.__traceback__)):
-        if not line.filename.startswith(others) and "-packages" not in line.filename:
-            return f"{text} ({line.filename.removeprefix(here)}, line {line.lineno})"
-    return text
 
 
 _NEEDED_FOR = {

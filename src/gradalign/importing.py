@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradalign.errors import ClientError, GradalignError, no_exit, raised
+from gradalign.errors import ClientError, GradalignError, no_exit, told
 
 
 def is_outside(name: object) -> bool:
@@ -32,9 +32,9 @@ def imported(name: str, where: str, kind: str) -> Any:
     except GradalignError:
         raise
     except ImportError as error:
-        raise GradalignError(f'{where}: cannot import "{module_name}": {error}') from error
+        raise GradalignError(f'{where}: cannot import "{module_name}": {told(error)}') from error
     except Exception as error:
-        raise ClientError(f"{where}: importing {module_name} failed: {raised(error)}") from error
+        raise ClientError(f"{where}: importing {module_name} failed: {told(error)}") from error
     target = getattr(module, attribute, None)
     if target is None:
         raise GradalignError(f'{where}: the module {module_name} has no "{attribute}"')

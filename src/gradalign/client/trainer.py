@@ -22,7 +22,7 @@ from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradients, set_out
-from gradalign.errors import ClientError, GradalignError, no_exit, raised
+from gradalign.errors import ClientError, GradalignError, no_exit, told
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.batches import Examples, map_tensors
 from gradalign.tasks.task import Task
@@ -70,7 +70,7 @@ def named_failure(where: str) -> Iterator[None]:
     except GradalignError:
         raise
     except Exception as error:
-        raise ClientError(f"{where} failed: {raised(error)}") from error
+        raise ClientError(f"{where} failed: {told(error)}") from error
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -127,7 +127,9 @@ class ClientTrainer:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""
         batch = map_tensors(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), batch)
         halved = self.local.precision == "bf16" and torch.is_grad_enabled()
-        with torch.autocast(self.device.type, torch.bfloat16) if halved else nullcontext():  # not all devices have it
+        # Off, too, where the caller's is on; but not all devices know of it.
+        known = halved or torch.is_autocast_enabled(self.device.type)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=halved) if known else nullcontext():
             outputs, targets = self.task.predict(self.flat.module, batch)
         if halved and isinstance(outputs, Tensor):
             outputs = outputs.to(self.dtype)

@@ -53,13 +53,12 @@ class Recipe:
 
         When the command line chooses another algorithm, the file's parameters of its own one are left behind.
         """
-        from gradalign.recipes.names import fitting
         from gradalign.recipes.scale import lay_over
 
         chosen = found(self.changes, "algorithm", "name")
-        data = self.data if chosen is None else fitting(self.data, str(chosen), self.own_name)
         name = self.own_name if chosen is None else str(chosen)
-        return _checked(lay_over(self._settled(data, name), self._settled(self.changes, name)), self.source)
+        data = self._settled(self.data, name) if chosen is None else self._fitted(self.data, str(chosen), self.own_name)
+        return _checked(lay_over(data, self._settled(self.changes, name)), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
@@ -71,16 +70,14 @@ class Recipe:
 
     def tables_for(self, entry: str) -> dict[str, Any]:
         """Return the tables of one entry of a comparison before they are scaled and checked."""
-        from gradalign.recipes.names import fitting
         from gradalign.recipes.scale import lay_over
 
         settings = self.compare.settings.get(entry, {})
         if not isinstance(settings.get("algorithm", {}), Mapping):
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
         name = str(merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"])
-        data = merge(self._settled(fitting(self.data, name, self.own_name), name), {"algorithm": {"name": entry}})
-        changes = self._settled(fitting(self.changes, name, name), name)
-        data = lay_over(lay_over(data, self._settled(settings, name)), changes)
+        data = merge(self._fitted(self.data, name, self.own_name), {"algorithm": {"name": entry}})
+        data = lay_over(lay_over(data, self._settled(settings, name)), self._fitted(self.changes, name, name))
         data["algorithm"]["name"] = name
         return data
 
@@ -89,6 +86,12 @@ class Recipe:
         """The name of the recipe's own algorithm, for whose rule its [server] is; None where it has none."""
         name = found(self.data, "algorithm", "name")
         return name if isinstance(name, str) else None
+
+    def _fitted(self, tables: Mapping[str, Any], name: str, written_for: str | None) -> dict[str, Any]:
+        """Return of tables what the named algorithm and its rule have; ``written_for`` is whose [server] it is."""
+        from gradalign.recipes.names import fitting
+
+        return self._settled(fitting(tables, name, written_for), name)
 
     def _settled(self, tables: Mapping[str, Any], name: str | None) -> dict[str, Any]:
         """Return tables with the named rule's ``[server.RULE]`` in [server], and no other's."""

@@ -11,7 +11,7 @@ from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
-from gradalign.errors import ClientError, GradalignError, no_exit, raised
+from gradalign.errors import ClientError, GradalignError, no_exit, told
 from gradalign.importing import imported, is_outside
 from gradalign.recipes.names import algorithm_keys, keys_of, parts_of, plain_name, rule_of, server_keys
 from gradalign.server.federation import Federation, make_federation, single_step
@@ -116,7 +116,7 @@ def _made(kind: type[Made], given: Mapping[str, Any], where: str) -> Made:
     except GradalignError:
         raise
     except Exception as error:  # one of the user's own
-        raise ClientError(f"{where}: {kind.__name__} could not be made: {raised(error)}") from error
+        raise ClientError(f"{where}: {kind.__name__} could not be made: {told(error)}") from error
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
@@ -171,7 +171,7 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
     except GradalignError:
         raise
     except Exception as error:
-        raise ClientError(f"the task {name} could not be made: {raised(error)}") from error
+        raise ClientError(f"the task {name} could not be made: {told(error)}") from error
     if not isinstance(task, Task):
         raise GradalignError(f"{name} must return a gradalign.Task, got {type(task).__name__}")
     return task
