@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradalign.recipes.build import build_federation
-from gradalign.recipes.spec import TrackingSpec, validate
+from gradalign.recipes.spec import validate
+from gradalign.recipes.tracking import TrackingSpec
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -59,6 +60,7 @@ def test_the_tracking_pages_example_and_recipe(capsys):
         "docs/tracking.md",
         "docs/tutorial-own-data.md",
         "docs/results.md",
+        "docs/results-and-metrics.md",
         "examples/flower-fedga/README.md",
     ],
 )
@@ -66,3 +68,15 @@ def test_links_lead_somewhere(page):
     path = ROOT / page
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
         assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+def test_the_examples_of_the_page_on_results(capsys):
+    page = (ROOT / "docs/results-and-metrics.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL))
+    exec(compile(blocks["python"], "docs/results-and-metrics.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("<Result: fedavg, ")
+    assert all(0.0 <= float(number) <= 1.0 for number in (said[1] + " " + said[2]).split())
+    spec = validate(tomllib.loads(blocks["toml"]), "docs/results-and-metrics.md")
+    assert list(build_federation(spec).task.metrics) == ["f1", "auc"]
+    assert spec.measure.early_stopping.patience == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from inspect import signature
 from typing import Any
 
@@ -15,7 +15,7 @@ from gradalign.algorithms.schedule import Schedule, require, setting_of
 from gradalign.errors import GradalignError, real, whole
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LocalTraining:
     """How a client trains in one round.
 
@@ -106,6 +106,13 @@ class LocalTraining:
             raise GradalignError(f"local.weight_decay is set, but torch's {kind.__name__} has none")
         made: torch.optim.Optimizer = kind(list(parameters), lr=lr, **given)
         return made
+
+    def __repr__(self) -> str:
+        """Return what differs from the defaults, beside lr."""
+        default = {one.name: one.default for one in fields(self)}
+        told = {name: getattr(self, name) for name in default}
+        changed = [f"{name}={value!r}" for name, value in told.items() if name == "lr" or value != default[name]]
+        return f"LocalTraining({', '.join(changed)})"
 
     def steps_for(self, examples: int) -> int:
         """Return K for a client with this many examples."""
