@@ -53,6 +53,8 @@ def test_the_tracking_pages_example_and_recipe(capsys):
         "docs/flower.md",
         "docs/sweeps.md",
         "docs/large-batches.md",
+        "docs/local-training.md",
+        "docs/own-algorithm.md",
         "docs/report.md",
         "docs/theory.md",
         "docs/torchrun.md",

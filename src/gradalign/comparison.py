@@ -11,8 +11,9 @@ from typing import Any
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
-from gradalign.recipes import Recipe, unused_changes
+from gradalign.recipes import Recipe
 from gradalign.recipes.build import build_federation, task_of
+from gradalign.recipes.names import unused_changes
 from gradalign.recipes.paper import paper_note, paper_number
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
@@ -68,6 +69,7 @@ def plan_comparison(
     whole("--seeds", seeds, 1, _MOST_SEEDS)
     if len(set(entries)) < len(entries):
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
+    recipe = replace(recipe, compare=recipe.compare.model_copy(update={"algorithms": list(entries)}))
     first = recipe.spec().seed
     folders = {entry: folder / safe_name(entry) for entry in entries}
     if len({path.name.casefold() for path in folders.values()}) < len(entries):  # some systems see no other difference

@@ -75,6 +75,11 @@ class Algorithm:
         return self.needs_gradients
 
     @property
+    def infers_gradients(self) -> bool:
+        """Whether it takes −Δ_i/(αK) for a mean gradient, which it is where clients step by plain SGD alone."""
+        return False
+
+    @property
     def only_displaces(self) -> bool:
         """Whether the plan is nothing but a ``Blend``, or empty: then clients may be summed where they train."""
         return type(self).plan is Algorithm.plan

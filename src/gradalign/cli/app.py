@@ -12,7 +12,8 @@ from typer import Argument, Option
 
 from gradalign import __version__
 from gradalign.cli import common, output_is_lost, theory
-from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
+from gradalign.cli.algorithms import algorithms as list_algorithms
+from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
 from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
 from gradalign.cli.data import data_app
 from gradalign.cli.reproduce import reproduce
@@ -64,7 +65,7 @@ def run(
         help="Who does the clients' work: local, flower or distributed (the default under torchrun, else local). "
         "Results agree to rounding.",
     ),
-    device: Device = "cpu",
+    device: RecipeDevice = None,
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
@@ -83,7 +84,7 @@ def run(
         common.advise_resume(folder, resume=resume)
         options = RunOptions(
             engine=engine or default_engine(),
-            device=device,
+            device=device or loaded.device,
             workers=workers,
             out=folder,
             resume=resume,
@@ -115,7 +116,7 @@ def compare(
     seed: int | None = Option(None, min=0, help="The first seed."),
     out: Out = None,
     resume: Resume = False,
-    device: Device = "cpu",
+    device: RecipeDevice = None,
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
@@ -142,7 +143,11 @@ def compare(
         common.advise_resume(folder, resume=resume)
         trackers = loaded.trackers()
         options = RunOptions(
-            device=device, workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=trackers
+            device=device or loaded.device,
+            workers=workers,
+            resume=resume,
+            checkpoint_seconds=checkpoint_seconds,
+            trackers=trackers,
         )
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
@@ -193,7 +198,7 @@ def show(
             print_shown(Console(), shown, folder)
 
 
-for command in (sweep, reproduce, theory.verify, theory.diagnose):
+for command in (list_algorithms, reproduce, sweep, theory.verify, theory.diagnose):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

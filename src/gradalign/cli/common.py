@@ -43,6 +43,10 @@ TrustTask = Annotated[
 ]
 DataDir = Annotated[Path | None, Option(help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")]
 Device = Annotated[str, Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")]
+RecipeDevice = Annotated[
+    str | None,
+    Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs (default: the recipe's device, or cpu)."),
+]
 AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
 
 

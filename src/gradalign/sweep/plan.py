@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError
-from gradalign.recipes import Recipe, merge, unused_changes
+from gradalign.recipes import Recipe, merge
 from gradalign.recipes.build import build_federation, task_of
+from gradalign.recipes.names import unused_changes
 from gradalign.recipes.scale import apply_scale, lay_over
 from gradalign.recipes.spec import Spec, SweepSpec, explain, validate
 from gradalign.runs import METRICS, safe_name

@@ -17,7 +17,7 @@ from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial
 
 from gradalign.errors import GradalignError
-from gradalign.recipes.build import algorithm_names
+from gradalign.recipes.names import algorithm_names
 from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_values, ordered
 
 State = Literal["complete", "pruned", "diverged", "running"]
