@@ -143,8 +143,8 @@ def telling_app(sizes, says=lambda client: {}):
     return app
 
 
-def start(app, rounds=1, clients=4, config=None, evaluate_fn=None, timeout=None, **names):
-    grid = LoggedGrid(app, clients)
+def start(app, rounds=1, clients=4, config=None, evaluate_fn=None, timeout=None, there=None, **names):
+    grid = LoggedGrid(app, there or clients)
     names = {"arrayrecord_key": "there", "configrecord_key": "asked", "patience": QUICK} | names
     strategy = gf.AlignedStrategy(ga.FedAvg(), **names)
     arrays = ArrayRecord({"w": torch.tensor([1.0, 2.0], dtype=torch.float64)})
@@ -203,6 +203,11 @@ def test_fractions_and_least_numbers_are_flowers(names, trained, evaluated):
         ({"min_train_nodes": 9}, "min_train_nodes is 9, but there are 4 clients"),
         ({"min_available_nodes": 5}, "min_available_nodes is 5, but there are 4 clients"),
         ({"fraction_train": 1.5}, "fraction_train must be from 0 to 1"),
+        ({"fraction_train": 0.0}, "nobody trains with 0"),
+        (
+            {"min_available_nodes": 4, "clients": 4, "there": 3},
+            "min_available_nodes is 4, and after 0.3 s 3 are connected",
+        ),
         ({"weighted_by_key": "mass"}, "no number called mass"),
     ],
 )

@@ -442,7 +442,7 @@ def test_what_a_stock_app_cannot_have_is_said(problem, what):
 @pytest.mark.parametrize(
     ("strategy", "algorithm", "sentence"),
     [
-        (FedAvg(), ga.FedGA(beta=0.1), "fedga needs more than one trip"),
+        (FedAvg(), ga.FedGA(beta=0.1), "fedga needs more of clients than one trip"),
         (FedAvg(), ga.FedProx(mu=0.1) + ga.FedAdam(), "the server's rule is the strategy's here"),
         (FedAdam(), RUNNING, "FedAdam does not average"),
     ],

@@ -18,7 +18,7 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FitFedAvg
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvgM, Strategy
+from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 from flwr.serverapp.strategy.fedopt import FedOpt
 from torch import Tensor
 
@@ -40,8 +40,8 @@ class _Teller:
             changed = type(part).multiple is not Algorithm.multiple or type(part).offset is not Algorithm.offset
             if part.needs_gradients or part.keeps or part.one_step or part.reports or changed:
                 raise GradalignError(
-                    f"{part.label} needs more than one trip and an average; run it with AlignedStrategy. "
-                    'FedGA(beta=..., mean="running") has one trip'
+                    f"{part.label} needs more of clients than one trip with their update; run it with AlignedStrategy. "
+                    'FedGA(beta=0.1, mean="running") needs no more'
                 )
         if type(self.algorithm.server) is not ServerRule:
             raise GradalignError("the server's rule is the strategy's here; leave it out of the algorithm")
@@ -134,6 +134,11 @@ class OneTrip(Strategy):
             raise GradalignError(f"{type(inner).__name__} does not average; run AlignedStrategy with its rule of ours")
         self.strategy, self._weight = strategy, str(getattr(inner, "weighted_by_key", EXAMPLES))
         self._teller = _Teller(algorithm, total_step_size, weight_decay)
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
+        """As Flower's; schedules in shares of the run learn its length here."""
+        self._teller.algorithm = self._teller.algorithm.over(num_rounds)
+        return super().start(grid, initial_arrays, num_rounds, *more, **named)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
