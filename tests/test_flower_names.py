@@ -146,7 +146,7 @@ def telling_app(sizes, says=lambda client: {}):
 def start(app, rounds=1, clients=4, config=None, evaluate_fn=None, timeout=None, there=None, **names):
     grid = LoggedGrid(app, there or clients)
     names = {"arrayrecord_key": "there", "configrecord_key": "asked", "patience": QUICK} | names
-    strategy = gf.AlignedStrategy(ga.FedAvg(), **names)
+    strategy = gf.AlignedStrategy(ga.FedAvg(), clients=clients if there else None, **names)
     arrays = ArrayRecord({"w": torch.tensor([1.0, 2.0], dtype=torch.float64)})
     asked = ConfigRecord({"deep": 3})
     return strategy.start(grid, arrays, rounds, timeout, config, asked, evaluate_fn), grid
@@ -171,7 +171,7 @@ def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told():
     ]
     other, _ = start(app, weighted_by_key="mass")
     np.testing.assert_allclose(other.arrays["w"].numpy()[0], 1 + (0.5 + 1.5 * 2 + 1.5 * 3) / 5.0)
-    even, _ = start(app, weights="uniform", clients=4)
+    even, _ = start(app, weights="uniform")
     np.testing.assert_allclose(even.arrays["w"].numpy()[0], 1 + 1.5)
 
     def largest(records, key):
@@ -205,7 +205,7 @@ def test_fractions_and_least_numbers_are_flowers(names, trained, evaluated):
         ({"fraction_train": 1.5}, "fraction_train must be from 0 to 1"),
         ({"fraction_train": 0.0}, "nobody trains with 0"),
         (
-            {"min_available_nodes": 4, "clients": 4, "there": 3},
+            {"min_available_nodes": 4, "there": 3},
             "min_available_nodes is 4, and after 0.3 s 3 are connected",
         ),
         ({"weighted_by_key": "mass"}, "no number called mass"),
