@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gradalign.server.monitor import STOP, EarlyStopping, StopTraining
     from gradalign.server.result import Result
     from gradalign.tasks.holdout import hold_out
+    from gradalign.tasks.table import table_task
     from gradalign.tasks.task import PartitionedClients, Task
     from gradalign.tracking import RunInfo, Tracker
     from gradalign.tracking.services import TensorBoard, WeightsAndBiases
@@ -58,6 +59,7 @@ _HOMES = {
     "gradalign.server.monitor": "STOP EarlyStopping StopTraining",
     "gradalign.server.result": "Result",
     "gradalign.tasks.holdout": "hold_out",
+    "gradalign.tasks.table": "table_task",
     "gradalign.tasks.task": "PartitionedClients Task",
     "gradalign.tracking": "RunInfo Tracker",
     "gradalign.tracking.services": "TensorBoard WeightsAndBiases",
@@ -69,7 +71,7 @@ __all__ += ["FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "Fe
 __all__ += ["FedProx", "FedSAM", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
 __all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result"]
 __all__ += ["RunInfo", "Scaffold", "ServerRule", "Steps", "StopTraining", "Task", "TensorBoard", "Tracker", "Warmup"]
-__all__ += ["WeightsAndBiases", "__version__", "compare", "hold_out", "run"]
+__all__ += ["WeightsAndBiases", "__version__", "compare", "hold_out", "run", "table_task"]
 
 
 def __getattr__(name: str) -> Any:

@@ -143,17 +143,14 @@ def run_spec(spec: Spec, options: RunOptions, *, task: Task | None = None, on_ro
 
 def _summary_notes(spec: Spec) -> dict[str, Any]:
     """Return what a recipe adds to the summary: the scale it ran at, and the paper's number for its algorithm."""
+    from gradalign.recipes.paper import paper_note, paper_number
     from gradalign.recipes.scale import describe_scale
 
     notes: dict[str, Any] = {}
-    if spec.full_size is not None:
-        notes["scale"] = describe_scale(spec.full_size, spec)
-    if spec.paper is not None:
-        notes["paper"] = {
-            "source": spec.paper.source,
-            "claim": spec.paper.claim,
-            "test_accuracy": spec.paper.test_accuracy.get(spec.algorithm.name),
-        }
+    if (scale := describe_scale(spec)) is not None:
+        notes["scale"] = scale
+    if (paper := paper_note(spec)) is not None:
+        notes["paper"] = paper | {"test_accuracy": paper_number(spec, spec.algorithm.name)}
     return notes
 
 

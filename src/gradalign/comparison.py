@@ -14,6 +14,7 @@ from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
 from gradalign.recipes import Recipe, unused_changes
 from gradalign.recipes.build import build_federation, task_of
+from gradalign.recipes.paper import paper_note, paper_number
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
@@ -154,12 +155,12 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
     target, on = choose_target(finished), scored_on(finished)
     first = finished[0].planned.spec
     # The paper's numbers are of test data: nothing else is set beside them.
-    paper = first.paper.model_dump(exclude={"test_accuracy"}) if first.paper and on == "test" else None
+    paper = paper_note(first) if on == "test" else None
     return {
         "name": first.name,
         "seeds": sorted({run.planned.seed for run in finished}),
         "rounds": first.rounds,
-        "scale": describe_scale(first.full_size, first) if first.full_size else None,
+        "scale": describe_scale(first),
         "paper": paper,
         "scored_on": on,
         "target_accuracy": target,
@@ -183,7 +184,7 @@ def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float |
         "reached_target": len(counted),
         "final_r": spread(_known(runs, "final_r")),
         "communication_rounds": max((run.rows[-1]["communication_rounds"] for run in runs if run.rows), default=0),
-        "paper_test_accuracy": spec.paper.test_accuracy.get(name) if spec.paper else None,
+        "paper_test_accuracy": paper_number(spec, name),
         "settings": spec.to_dict(),
         "runs": [
             {
@@ -204,7 +205,8 @@ def write_comparison(folder: Path, finished: Sequence[Finished], curves: Sequenc
 
         shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
         seeds = f"{len(summary['seeds'])} seed{'s' * (len(summary['seeds']) > 1)}"
-        title = f"{summary['name']}: mean of {seeds}, shade from lowest to highest"
+        scale = f" (scaled to {summary['scale']})" if summary["scale"] else ""
+        title = f"{summary['name']}{scale}: mean of {seeds}, shade from lowest to highest"
         rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(finished).items()}
         draw_comparison(folder / CURVES, title, rows, shown, summary["target_accuracy"])
     write_json(folder / SUMMARY, summary)

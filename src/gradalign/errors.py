@@ -76,6 +76,7 @@ _NEEDED_FOR = {
     "report": "the report",
     "sweep": "a sweep",
     "flower": "Flower",
+    "tables": "a table",
     "tensorboard": "TensorBoard",
     "wandb": "Weights & Biases",
 }

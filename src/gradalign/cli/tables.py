@@ -14,6 +14,7 @@ from gradalign.cli.common import plain
 from gradalign.cli.results import clients_tables, further_rows
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
+from gradalign.recipes.paper import NUMBERS_LEFT_OUT
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import is_there, read_spec, read_table
@@ -68,7 +69,8 @@ def _paper_number(number: float | Sequence[float] | None) -> str:
 
 
 def _paper_line(paper: Mapping[str, Any]) -> str:
-    return str(paper["source"]) + (f": {paper['claim']}" if paper["claim"] else "")
+    left_out = f"; {NUMBERS_LEFT_OUT}" if paper.get("applies") is False else ""
+    return str(paper["source"]) + (f": {paper['claim']}" if paper["claim"] else "") + left_out
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
@@ -124,9 +126,11 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     scored = any(entry[f"best_{on}_accuracy"] for entry in entries)
     columns = [f"best {on} accuracy, %", f"final {on} accuracy, %"] if scored else [f"final {on} loss"]
     columns += ["communication rounds" + (f" to {100 * target:.4g} %" if target else ""), "final r(x)"]
-    table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {most}"))
+    scale = f", scaled to {summary['scale']}" if summary.get("scale") else ""
+    table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {most}{scale}"))
     table.add_column("algorithm", style="bold")
-    for name in [*columns, "paper, %"] if paper else columns:
+    known = bool(paper) and any(entry.get("paper_test_accuracy") is not None for entry in entries)
+    for name in [*columns, "paper, %"] if known else columns:
         table.add_column(name, justify="right")
     for entry in entries:
         failed = sum(run["failure"] is not None for run in entry["runs"])
@@ -135,13 +139,12 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         if scored:
             cells = [spread_words(entry[f"{which}_{on}_accuracy"], ".2f", 100.0) for which in ("best", "final")]
         cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
-        table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if paper else []))
+        table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if known else []))
     console.print(table)
     for table in clients_tables(entries, spread_words):
         console.print(table)
     lines = [
         _data_line(summary["task"]),
-        f"scale: {summary['scale']}" if summary.get("scale") else "",
         f"paper: {_paper_line(paper)}" if paper else "",
         "mean ± standard deviation over the seeds; a round with a gradient phase counts as two",
         f"curves: {folder / CURVES}" if (folder / CURVES).exists() else "",

@@ -22,6 +22,7 @@ from gradalign.server.measure import Measure, require_measurable
 from gradalign.tasks.digits import digits
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.paper import cifar10, cifar100, emnist, shakespeare
+from gradalign.tasks.table import table_task
 from gradalign.tasks.task import Task, with_metrics
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, Callable[..., Task]] = {
     make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)
-}
+} | {"table": table_task}
 SERVER_RULES: dict[str, type[ServerRule]] = {kind.label: kind for kind in (FedAvgM, FedAdagrad, FedAdam, FedYogi)}
 
 

@@ -171,6 +171,8 @@ class PaperSpec(Section):
     source: str
     claim: str | None = None
     test_accuracy: dict[str, Finite | Annotated[list[Finite], Field(min_length=2, max_length=2)]] = {}
+    applies: bool | None = None
+    """False where the problem is no longer the paper's, as with other clients: then its numbers are not shown."""
 
 
 class FullSizeSpec(Section):

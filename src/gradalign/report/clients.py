@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradalign.report.experiments import Experiment
+from gradalign.report.experiments import Experiment, shown_value
 from gradalign.report.statistics import spread_of
+from gradalign.runs.read import Run
 
 _COLUMNS = ("mean", "worst", "worst_tenth", "spread")
 _WHEN = {"clients": "", "personalized": ", tuned at home"}
@@ -56,8 +57,16 @@ def _each(experiment: Experiment, metric: str, scale: float, form: str) -> dict[
         "seed": first.seed,
         "few": f"The first {len(clients):,} of {first.clients.of:,}. " if len(clients) < first.clients.of else "",
         "heads": ["client", "examples", *(group.label for group in experiment.groups)],
-        "rows": [(client, int(sizes.get(client) or 0), row) for client, row in zip(clients, cells, strict=True)],
+        "rows": [
+            (_name(first, client), int(sizes.get(client) or 0), row) for client, row in zip(clients, cells, strict=True)
+        ],
     }
+
+
+def _name(run: Run, client: int) -> str:
+    """Return what the task calls a client, else its number."""
+    names = run.summary.get("client_names")
+    return shown_value(names[client]) if isinstance(names, list) and client < len(names) else str(client)
 
 
 def _column(groups: Any, seed: int, name: str) -> dict[int, float | None]:

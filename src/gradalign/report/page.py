@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from gradalign import __version__
 from gradalign.errors import shown_text
+from gradalign.recipes.paper import NUMBERS_LEFT_OUT, is_papers_problem
 from gradalign.report import how_to_repeat, series, statistics
 from gradalign.report.clients import clients_section
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of
@@ -159,6 +160,8 @@ def _facts(experiment: Experiment) -> dict[str, str]:
         for s in summaries
     ]
     paper = ": ".join(filter(None, (experiment.paper_text("source"), experiment.paper_text("claim"))))
+    if paper and not is_papers_problem(experiment.runs[0].spec):
+        paper = f"{paper}; {NUMBERS_LEFT_OUT}"
     return {
         "task": shown_value(task.get("name") or asked.get("name") or "not named"),
         "data": ", ".join(data) or "not described",

@@ -11,6 +11,8 @@ from gradalign.server.measure import Measure, Row, rounds_to, versions
 from gradalign.server.monitor import Monitor
 from gradalign.server.rounds import RoundFacts
 
+_MOST_NAMES = 500  # of clients; the report shows no more
+
 
 def row_of(state: ServerState, facts: RoundFacts | None, names: list[str], measured: Row, seconds: float) -> Row:
     """Return a round's row: what was spent, the columns with these names as far as they were measured, the facts."""
@@ -65,4 +67,6 @@ def summarise(
         summary["stopped"] = stopped
     totals = ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds")
     summary |= {name: rows[-1][name] for name in totals}
+    if task.client_names is not None:
+        summary["client_names"] = [str(name) for name in task.client_names[:_MOST_NAMES]]
     return summary | {"task": task.describe(), "versions": versions()}

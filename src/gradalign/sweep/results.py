@@ -112,7 +112,7 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
         "kind": "sweep",
         "score": scoring_of(found.tuned).name,
         "larger_is_better": scoring_of(found.tuned).larger,
-        "scale": describe_scale(spec.full_size, spec) if spec.full_size else None,
+        "scale": describe_scale(spec),
         **{key: value for key, value in plan.describe().items() if key != "recipes"},
         "baseline": plan.search.baseline,
         "seeds": list(range(plan.seed, plan.seed + plan.seeds)),

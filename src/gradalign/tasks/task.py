@@ -167,6 +167,8 @@ class Task:
         groups: Which examples belong together, where some do: one entry per client with, for each of its examples, a
             whole number, a name, or a pair (first, last) of whole numbers. ``hold_out`` never puts examples that share
             a number on both sides: pictures of one patient, or windows of text, whose pairs are the letters they cover.
+        client_names: What the clients are called in the report, one name each; by default their numbers.
+        class_names: What the classes are called in pictures of who holds which; by default their numbers.
         name: The task's name in run folders and tables.
         facts: Anything worth printing beside the results, such as the partition or the size of a subset.
     """
@@ -182,6 +184,8 @@ class Task:
     client_tests: Sequence[Any] | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     groups: Sequence[Any] | None = None
+    client_names: Sequence[str] | None = None
+    class_names: Sequence[str] = ()
     name: str = "custom"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -201,7 +205,7 @@ class Task:
         count = len(self.clients)
         if count == 0:
             raise GradalignError(f"the task {self.name} has no clients")
-        for name in ("groups", "client_tests"):
+        for name in ("groups", "client_tests", "client_names"):
             given = getattr(self, name)
             if given is not None and (not hasattr(given, "__len__") or len(given) != count):
                 raise GradalignError(f"Task.{name} must be a sequence with one entry for each of {count} clients")
