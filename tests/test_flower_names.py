@@ -155,11 +155,11 @@ def start(app, rounds=1, clients=4, config=None, evaluate_fn=None, timeout=None,
 SIZES = [1, 2, 3, 10]
 
 
-def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told():
+def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told(tmp_path):
     """The average of what client i adds, i, by 1, 2, 3 and 10 examples; by another key; by none; by one's function."""
     app = telling_app(SIZES, says=lambda client: {"mass": 0.5 if client == 1 else 1.5})
     mean = sum(i * size for i, size in enumerate(SIZES)) / sum(SIZES)
-    result, _ = start(app)
+    result, _ = start(app, out=tmp_path / "run")
     np.testing.assert_allclose(result.arrays["w"].numpy(), [1 + mean, 2 + mean], rtol=1e-15)
     assert result.train_metrics_clientapp[1]["mine"] == pytest.approx(mean)
     assert result.evaluate_metrics_clientapp[1]["val_loss"] == pytest.approx(2 * mean)
@@ -169,6 +169,9 @@ def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told():
     assert [(s.client, s.examples, s.loss, s.accuracy, dict(s.metrics)) for s in scores] == [
         (i, SIZES[i], 2.0 * i, 0.25 * i, {"f1": 0.5}) for i in range(4)
     ]
+    assert list(result.clients) == scores
+    assert result.history["clients_mean_accuracy"] == [None, 0.375]
+    assert (tmp_path / "run" / "clients.json").exists()
     other, _ = start(app, weighted_by_key="mass")
     np.testing.assert_allclose(other.arrays["w"].numpy()[0], 1 + (0.5 + 1.5 * 2 + 1.5 * 3) / 5.0)
     even, _ = start(app, weights="uniform")
