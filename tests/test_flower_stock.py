@@ -234,11 +234,13 @@ class Counted:
 
 def test_s_tells_nothing_that_the_noisy_points_do_not_and_costs_no_release(problem):
     """With noise, s is a function of the points that were given out; Flower accounts for FedAvg's releases."""
-    told, equal = [], Quadratics.make(4, examples=(2, 2, 2, 2))
+    told, said, equal = [], [], Quadratics.make(4, examples=(2, 2, 2, 2))
 
     def look(message, context, call_next):
         told.append((message.content["arrays"]["w"].numpy(), dict(message.content["config"])))
-        return call_next(message, context)
+        reply = call_next(message, context)
+        said.append(reply.content["metrics"].get("total-step-size"))
+        return reply
 
     def releases(wrap):
         accountant = Counted()
@@ -253,6 +255,7 @@ def test_s_tells_nothing_that_the_noisy_points_do_not_and_costs_no_release(probl
         s = new if s is None else s + share * (new - s)
         np.testing.assert_allclose(np.frombuffer(config["gradalign.shared.fedga"]), s, rtol=1e-12)
     assert seen == 3
+    assert {number for number in said if number is not None} == {0.0}  # nor do clients tell their steps
     assert ours == releases(lambda private: private)
     assert len(ours) == 4
 
@@ -432,6 +435,11 @@ class Still:
         pass
 
 
+def test_an_app_of_flowers_own_cannot_take_two_trips(problem):
+    with pytest.raises(ga.GradalignError, match=r"no node can take part.*must be made by gradalign\.flower"):
+        play(gf.AlignedStrategy(RUNNING, patience=QUICK), quadratic_app(problem, FlowerClientApp), problem)
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_a_stock_app_cannot_have_is_said(problem, what):
     options, algorithm, sentence = REFUSED[what]
@@ -445,11 +453,12 @@ def test_what_a_stock_app_cannot_have_is_said(problem, what):
         (FedAvg(), ga.FedGA(beta=0.1), "fedga needs more of clients than one trip"),
         (FedAvg(), ga.FedProx(mu=0.1) + ga.FedAdam(), "the server's rule is the strategy's here"),
         (FedAdam(), RUNNING, "FedAdam does not average"),
+        (FedAvg(), RUNNING, "a client's app is not a gradalign.flower.ClientApp"),
     ],
 )
-def test_what_one_trip_cannot_carry_is_refused(strategy, algorithm, sentence):
+def test_what_one_trip_cannot_carry_is_refused(problem, strategy, algorithm, sentence):
     with pytest.raises(ga.GradalignError, match=sentence):
-        gf.OneTrip(strategy, algorithm)
+        play(gf.OneTrip(strategy, algorithm), quadratic_app(problem, FlowerClientApp), problem)
 
 
 def test_flowers_simulation_can_pickle_every_app(problem):

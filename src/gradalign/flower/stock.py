@@ -153,10 +153,9 @@ class _Adapter:
         vectors["x"] = torch.where(start == x, moved, x + (moved - start))
         named = layout.named(vectors)
         reply.content[back] = _record({name: named[name].to(a) if name in names else a for name, a in after.items()})
-        if order.step_sizes:
-            fit = reply.content.config_records.get("fitres.metrics")  # of Flower's older kind
-            told_in = next(iter(reply.content.metric_records.values())) if fit is None else fit
-            told_in[TOTAL_STEP_SIZE] = steps.total_step_size(order.local.weight_decay)
+        numbers: Any = reply.content.config_records.get("fitres.metrics")  # of Flower's older kind
+        numbers = next(iter(reply.content.metric_records.values()), {}) if numbers is None else numbers
+        numbers[TOTAL_STEP_SIZE] = steps.total_step_size(order.local.weight_decay) if order.step_sizes else 0.0
         return reply
 
     def _take_gradient(self, one: _Round, context: Context, train: ClientAppCallable) -> Tensor:

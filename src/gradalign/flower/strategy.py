@@ -188,7 +188,9 @@ class AlignedStrategy:
         if total is None:
             if not roster.wait(lambda: roster.partitions is not None):
                 if roster.complaint:
-                    raise GradalignError(f"no node can take part{roster.complaint}")
+                    raise GradalignError(
+                        f"no node can take part{roster.complaint} (an app must be made by gradalign.flower)"
+                    )
                 raise GradalignError(
                     f"no node told its num-partitions within {self.patience.connect_seconds:g} s; give clients=, or "
                     "start the nodes with --node-config 'partition-id=0 num-partitions=3'"
