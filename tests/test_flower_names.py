@@ -184,6 +184,23 @@ def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told(tmp_
     assert mine.train_metrics_clientapp[1] == mine.evaluate_metrics_clientapp[1] == {"num-examples": 10}
 
 
+def test_those_that_are_sampled_need_not_wait_for_all_to_connect():
+    """Two of six nodes are there; they weigh what they say when they are asked, 20 each, and nobody waits for four."""
+    task = blobs()
+    local = ga.LocalTraining(lr=0.1, steps=1)
+
+    class Two(gf.InProcessGrid):
+        def get_node_ids(self):
+            return super().get_node_ids()[:2]
+
+    strategy = gf.AlignedStrategy(
+        ga.FedAvg(), task, local=local, clients=6, fraction_train=0.4, min_fraction=0.0, patience=QUICK, seed=3
+    )
+    result = strategy.start(Two(gf.client_app(task), 6), num_rounds=4)
+    assert max(n for n in result.history["reported"] if n is not None) >= 1
+    assert all(np.isfinite(loss) for loss in result.history["local_loss"] if loss is not None)
+
+
 @pytest.mark.parametrize(
     ("names", "trained", "evaluated"),
     [

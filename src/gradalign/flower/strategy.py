@@ -122,7 +122,8 @@ class AlignedStrategy:
             again, and then the run stops with a checkpoint.
         patience: How long every wait may last and how often a round is played again.
         measure: What is measured and how often. Measuring training loss and alignment costs a gradient phase,
-            which the next round uses again; by default only evaluation takes place, after every round.
+            which the next round uses again. Evaluation of every kind, here and at the clients, takes place every
+            ``test_every`` rounds; by default that is all, after every round.
         seed: The seed of everything random.
         out: A folder to write the run to. A server that is started again with the same folder goes on from there.
         checkpoint_seconds: How much work a crash of the server may cost; 0 writes a checkpoint after every round.
@@ -256,8 +257,6 @@ class AlignedStrategy:
         )
         evaluating = self._share(total, "evaluate")
         engine.hearing = hearing = Hearing(engine, self.flower, evaluating, evaluate_fn)
-        if federation.by_examples:
-            roster.locate(range(total), total)
         logger.info("%s on %d clients, %d rounds", self.algorithm.label, total, num_rounds)
         spec = {"rounds": num_rounds, **describe(federation, self.measure)}
         done = conduct(
