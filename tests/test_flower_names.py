@@ -272,6 +272,14 @@ def test_the_users_function_sees_every_round_and_trackers_every_row():
 # Evaluation
 
 
+def test_a_model_in_bfloat16_comes_back_in_numbers_that_flower_can_carry():
+    task = ga.Task(model=lambda: torch.nn.Linear(8, 4).bfloat16(), clients=blobs().clients)
+    strategy = gf.AlignedStrategy(ga.FedAvg(), task, local=ga.LocalTraining(steps=1), patience=QUICK)
+    result = strategy.start(LoggedGrid(gf.client_app(task), 6), num_rounds=1)
+    for name, value in result.model.state_dict().items():
+        assert (result.arrays[name].numpy() == value.float().numpy()).all()
+
+
 @pytest.mark.parametrize("tuned", [False, True])
 def test_clients_of_a_task_score_as_in_the_local_engine(tuned):
     task = blobs()
