@@ -435,6 +435,26 @@ class Still:
         pass
 
 
+def test_two_trips_with_another_optimizer(problem):
+    """Adam from the displaced start, two rounds: torch's own steps beside NumPy's gradients."""
+    x = problem.start
+    for _ in range(2):
+        gradients = [problem.gradient(i, x) for i in range(4)]
+        mean, total = sum(p * g for p, g in zip(P, gradients, strict=True)), 0.0
+        for i in range(4):
+            start = x - BETA * (mean - gradients[i])
+            y = torch.nn.Parameter(torch.tensor(start))
+            adam = torch.optim.Adam([y], lr=LR)
+            for _ in range(STEPS):
+                y.grad = torch.tensor(problem.gradient(i, y.detach().numpy()))
+                adam.step()
+            total = total + P[i] * (y.detach().numpy() - start)
+        x = x + total
+    strategy = gf.AlignedStrategy(ga.FedGA(beta=BETA), patience=QUICK)
+    result = play(strategy, quadratic_app(problem, optimizer=torch.optim.Adam), problem, rounds=2)
+    np.testing.assert_allclose(point(result), x, rtol=1e-9)
+
+
 def test_an_app_of_flowers_own_cannot_take_two_trips(problem):
     with pytest.raises(ga.GradalignError, match=r"no node can take part.*must be made by gradalign\.flower"):
         play(gf.AlignedStrategy(RUNNING, patience=QUICK), quadratic_app(problem, FlowerClientApp), problem)
