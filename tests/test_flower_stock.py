@@ -48,7 +48,7 @@ def problem():
     return Quadratics.make(4, examples=SIZES)
 
 
-def quadratic_app(problem, kind=gf.ClientApp, optimizer=torch.optim.SGD, options=None, **more):
+def quadratic_app(problem, kind=gf.ClientApp, optimizer=torch.optim.SGD, options=None, inside=None, **more):
     """An app as Flower's own quickstart has it, on whole clients of quadratics."""
     app = kind(**more)
 
@@ -58,7 +58,7 @@ def quadratic_app(problem, kind=gf.ClientApp, optimizer=torch.optim.SGD, options
         i = context.node_config["partition-id"]
         return model, (torch.as_tensor(problem.matrices[i]), torch.as_tensor(problem.centres[i]))
 
-    @app.train()
+    @app.train(mods=inside)
     def train(message, context):
         model, batch = load(message, context)
         config = message.content["config"]
@@ -197,6 +197,14 @@ def test_every_algorithm_trains_a_stock_app_as_it_trains_a_task(name, momentum):
     arrays = ArrayRecord(task.make_model(0).state_dict())
     without = gf.AlignedStrategy(algorithm, local=local, patience=QUICK).start(grid_of(app, 4), arrays, 4)
     torch.testing.assert_close(vector(without), vector(expected), rtol=1e-9, atol=1e-9)
+
+
+def test_mods_of_the_train_function_see_its_own_arrays(problem):
+    """Flower's clipping mod as it is, around the function instead of the app, with AlignedStrategy."""
+    strategy = gf.AlignedStrategy(RUNNING, patience=QUICK, train_config={"clipping_norm": 0.05})
+    result = play(strategy, quadratic_app(problem, inside=[fixedclipping_mod]), problem)
+    clipped = by_hand(problem, 4, lambda v: v * min(1.0, 0.05 / np.linalg.norm(v)))
+    np.testing.assert_allclose(point(result), clipped, rtol=1e-9)
 
 
 @pytest.mark.parametrize("clip", [0.05, 1e9])

@@ -67,6 +67,7 @@ class _Adapter:
 
     def __init__(self, losses: Losses | None, algorithms: Iterable[type[Algorithm]]) -> None:
         self._losses, self._algorithms = losses, list(algorithms)
+        self.own_train: ClientAppCallable | None = None  # the app's train function without any mods of its own
 
     def __call__(self, message: Message, context: Context, train: ClientAppCallable) -> Message:
         ordered = any(ORDER in config for config in message.content.config_records.values())
@@ -170,7 +171,7 @@ class _Adapter:
             one.numbers = {"loss": loss, EXAMPLES: seen if limit is None else None, SEEN: seen}
         else:
             with torch.random.fork_rng(), Steps(arrays, still=True) as steps:
-                reply = train(one.show(arrays), _aside(context))
+                reply = (self.own_train or train)(one.show(arrays), _aside(context))
             if reply.has_error():
                 raise GradalignError(f"the app's train function failed: {reply.error.reason}")
             found, one.numbers = steps.gradient(), _numbers(reply)
@@ -269,8 +270,8 @@ class ClientApp(FlowerClientApp):
         algorithms: Iterable[type[Algorithm]] = (),
     ) -> None:
         self._adapter = _Adapter(gradient, algorithms)
-        self._own_train: ClientAppCallable | None = None
-        super().__init__(client_fn, [Door(mods or ()), *(mods or ()), self._adapter])
+        self._door = Door(mods or ())
+        super().__init__(client_fn, [self._door, *(mods or ()), self._adapter])
         if client_fn is None:
             self.query("partition")(tell_partition(self, examples, stock=True))
             super().train("gradient")(self._gradient_phase)
@@ -278,17 +279,18 @@ class ClientApp(FlowerClientApp):
     def train(
         self, action: str = DEFAULT_ACTION, *, mods: list[Mod] | None = None
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
-        """Register a train function, as in Flower."""
+        """Register a train function, as in Flower; mods that are given here see the app's own arrays both ways."""
+        self._door.notice(mods or ())
         register = super().train(action, mods=mods)
 
         def decorate(function: ClientAppCallable) -> ClientAppCallable:
             if action == DEFAULT_ACTION:
-                self._own_train = function
+                self._adapter.own_train = function
             return register(function)
 
         return decorate
 
     def _gradient_phase(self, message: Message, context: Context) -> Message:
-        if self._own_train is None:
+        if self._adapter.own_train is None:
             raise GradalignError("this app has no train function")
-        return self._adapter.gradient_phase(message, context, self._own_train)
+        return self._adapter.gradient_phase(message, context, self._adapter.own_train)
