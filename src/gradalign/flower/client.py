@@ -45,9 +45,14 @@ class Door:
 
     # A class, since Flower's simulation pickles apps, and functions inside functions take their globals along.
 
-    def __init__(self, mods: Sequence[Mod]) -> None:
-        self._mods = bool(mods)
-        self._masks = any(getattr(mod, "__name__", "") in ("secaggplus_mod", "secagg_mod") for mod in mods)
+    def __init__(self, mods: Sequence[Mod], *, all_known: bool = True) -> None:
+        self._mods, self._masks = not all_known, False  # a function of the app's own may have further mods
+        self.notice(mods)
+
+    def notice(self, mods: Sequence[Mod]) -> None:
+        """Take note of the app's mods."""
+        self._mods = self._mods or bool(mods)
+        self._masks |= any(getattr(mod, "__name__", "") in ("secaggplus_mod", "secagg_mod") for mod in mods)
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         token = leaving.set([])
@@ -67,7 +72,7 @@ class Door:
         configs = message.content.config_records
         if not message.metadata.message_type.startswith(messages.TRAIN):
             return
-        if RECORD_KEY_CONFIGS in configs and not self._masks:
+        if RECORD_KEY_CONFIGS in configs and not self._mods:
             raise GradalignError("the server aggregates securely; give this app mods=[secaggplus_mod]")
         if self._masks and RECORD_KEY_CONFIGS not in configs:
             raise GradalignError("this app masks its updates, and the server does not run Flower's SecAggPlusWorkflow")
@@ -120,7 +125,7 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
     """
     mods = list(mods)
-    app = ClientApp(mods=[Door(mods), *mods])
+    app = ClientApp(mods=[Door(mods, all_known=False), *mods])
     app.query("partition")(tell_partition(app, examples))
     return app
 
