@@ -137,13 +137,22 @@ def test_schedules_in_rounds_follow_the_rounds(tmp_path, settings, rounds):
 
 
 def test_equal_communication_is_fair(tmp_path):
-    """FedAvg with twice the rounds learns to the end; settings that place a schedule themselves are obeyed."""
+    """FedAvg with more rounds learns to the end; settings that place a schedule themselves are obeyed.
+
+    FedGA's 40 rounds communicate once in the first 10, where β is 0, and twice in the others: 70 times.
+    """
+    free = load_recipe(write(tmp_path, COSINE.replace("[compare.settings.fedavg]\nrounds = 80\n", "")))
+    assert (free.spec_for("fedga", 0).rounds, free.spec_for("fedavg", 0).rounds) == (40, 70)
+    assert free.spec_for("scaffold", 0).rounds == 35
+    assert lr_of(free.spec_for("fedavg", 0))(69) > lr_of(free.spec_for("fedavg", 0))(70) == 0.0
     recipe = load_recipe(write(tmp_path))
     fedavg = recipe.spec_for("fedavg", 0)
     assert (fedavg.rounds, fedavg.local.lr.rounds) == (80, 80)
     assert lr_of(fedavg)(60) == pytest.approx(cosine(0.75))
     assert lr_of(recipe.spec_for("own", 0))(20) == 0.0
-    short = load_recipe(write(tmp_path), ["rounds=20"]).spec_for("own", 0)  # over everything: 20 of the own 80 rounds
+    short = load_recipe(write(tmp_path), ["rounds=20"]).spec_for("own", 0)  # over everything: 5 + 2 · 15 of FedGA's
+    assert (short.rounds, short.local.lr.share) == (35, 0.25)
+    short = load_recipe(write(tmp_path), ["rounds=20", "compare.equal=updates"]).spec_for("own", 0)
     assert (short.rounds, short.local.lr.rounds) == (20, 5)
 
 
@@ -166,7 +175,7 @@ def test_an_override_that_places_the_schedule_is_obeyed(tmp_path, settings, ends
 def test_the_command_line_ends_where_the_cosine_says(tmp_path):
     short = ("--set", "rounds=8", "--set", "scale.rounds=0.5", "--seeds", 1, "--workers", 0)
     call("compare", write(tmp_path), "--algorithms", "fedga,fedavg", *short, "--out", tmp_path / "c")
-    for name, rounds in (("fedga", 4), ("fedavg", 4)):
+    for name, rounds in (("fedga", 4), ("fedavg", 7)):  # FedGA aligns in the last three of four
         rows = read_metrics(tmp_path / "c" / name / "seed0")[1:]
         assert [row["lr"] for row in rows] == pytest.approx([cosine(i / rounds) for i in range(rounds)])
 

@@ -115,13 +115,12 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
 
 def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     entries, paper, target = summary["algorithms"], summary.get("paper"), summary["target_accuracy"]
-    spent = {entry.get("communication_rounds") for entry in entries} - {None}
-    most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
+    terms = summary.get("terms") or f"{summary['rounds']} rounds"
     on = plain(summary.get("scored_on", "test"))
     scored = any(entry[f"best_{on}_accuracy"] for entry in entries)
     columns = [f"best {on} accuracy, %", f"final {on} accuracy, %"] if scored else [f"final {on} loss"]
     columns += ["communication rounds" + (f" to {100 * target:.4g} %" if target else ""), "final r(x)"]
-    table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {most}"))
+    table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {terms}"))
     table.add_column("algorithm", style="bold")
     for name in [*columns, "paper, %"] if paper else columns:
         table.add_column(name, justify="right")

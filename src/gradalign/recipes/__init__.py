@@ -67,7 +67,11 @@ class Recipe:
         return _checked(self.tables_for(entry), f"{self.source} ({entry})", seed=seed)
 
     def tables_for(self, entry: str) -> dict[str, Any]:
-        """Return the tables of one entry of a comparison before they are scaled and checked."""
+        """Return the tables of one entry of a comparison before they are scaled and checked.
+
+        Its rounds are its own settings', or as many as make its communication equal to the recipe's own algorithm's.
+        """
+        from gradalign.recipes.fair import at_equal_communication
         from gradalign.recipes.scale import lay_over
 
         settings = self.compare.settings.get(entry, {})
@@ -77,7 +81,11 @@ class Recipe:
         data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
         data = lay_over(lay_over(data, settings), _fitting(self.changes, name))
         data["algorithm"]["name"] = name
-        return data
+        if self.compare.equal == "updates" or ("rounds" in settings and "rounds" not in self.changes):
+            return data
+        own = found(merge(self.data, self.changes), "algorithm", "name") or "fedga"
+        own_tables = lay_over(_fitting(self.data, own), _fitting(self.changes, own))
+        return at_equal_communication(data, own_tables, f"{self.source} ({entry})")
 
 
 def _checked(tables: Mapping[str, Any], source: str, **more: Any) -> Spec:
