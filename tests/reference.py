@@ -129,7 +129,14 @@ class Settings:
     """One algorithm, or several that act together, in the papers' symbols."""
 
     beta: float = 0.0
+    mean: str = "fresh"
+    decay: float = 0.9
+    every: int = 1
     inside: bool = False
+    init: float = 0.0
+    sam: float = 0.0
+    lesam: float = 0.0
+    cm: float = 0.0
     mu: float = 0.0
     scaffold: str = ""
     dyn: float = 0.0
@@ -141,6 +148,12 @@ class Settings:
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3
+
+    @property
+    def trips(self) -> int:
+        """How often a client is asked in a round."""
+        fresh = self.beta and self.mean == "fresh"
+        return 2 if fresh or self.scaffold == "fresh" or self.linear else 1
 
 
 @contextmanager
@@ -175,6 +188,7 @@ def _play(problem, rounds, given, local, by_examples) -> Found:
     kept, control = defaultdict(lambda: zero), zero
     slopes, mean_slope = defaultdict(lambda: zero), zero
     m, v, losses = zero, torch.full_like(x, given.tau**2), []
+    path = _Path(given, local)
     for number, chance in enumerate(rounds):
         weight = {i: float(problem.sizes[i]) if by_examples else 1.0 for i in range(total)}
         sampled, answering = list(chance.gradients) or list(chance.steps), list(chance.steps)
@@ -184,7 +198,7 @@ def _play(problem, rounds, given, local, by_examples) -> Found:
         updates, floats, round_loss = {}, {}, {}
         lr = local.lr if isinstance(local.lr, float) else local.lr.at(number)
         for i in answering:
-            start = -given.beta * (mean - own[i]) if given.beta else zero
+            start = path.start(number, x, i, own.get(i), mean)
             if given.linear:
                 others = sum((share[j] * own[j] for j in sampled if j != i), zero)
                 start = start - 0.5 * lr * len(sampled) * others
@@ -193,7 +207,7 @@ def _play(problem, rounds, given, local, by_examples) -> Found:
                 turn = mean - own[i]
             elif given.scaffold == "kept":
                 turn = control - kept[i]
-            turn = turn - slopes[i]
+            turn = turn - slopes[i] + path.turn(x)
             walked = _walk(problem, x, start, turn, given, local, lr, chance.steps[i], buffers)
             updates[i], floats[i], round_loss[i] = walked
         heard = sum(weight[i] for i in answering)
@@ -201,6 +215,7 @@ def _play(problem, rounds, given, local, by_examples) -> Found:
         buffers = sum((weight[i] / heard * floats[i] for i in answering), torch.zeros_like(buffers))
         losses.append(sum(weight[i] / heard * round_loss[i] for i in answering))
         part = len(answering) / total
+        path.learn(x, {i: (weight[i] / heard, updates[i], lr, len(chance.steps[i])) for i in answering})
         if given.scaffold == "kept":
             new = {i: kept[i] - control - updates[i] / _travel(local, lr, len(chance.steps[i])) for i in answering}
             control = control + part * sum(weight[i] / heard * (new[i] - kept[i]) for i in answering)
@@ -214,6 +229,61 @@ def _play(problem, rounds, given, local, by_examples) -> Found:
             update = update - mean_slope / given.dyn
         x, m, v = _serve(given, x, update, m, v)
     return Found(x, buffers if problem.norm else buffers[:0], losses)
+
+
+class _Path:
+    """What the alignment family carries from round to round, written with explicit sums over all earlier rounds."""
+
+    def __init__(self, given: Settings, local: ga.LocalTraining) -> None:
+        self.given, self.local = given, local
+        self.means: list[Tensor] = []  # each round's −Σ p Δ/(αK) − wd·x
+        self.mine: dict[int, Tensor] = {}  # the same of a client's last visit
+        self.ends: dict[int, Tensor] = {}  # where a client last ended
+        self.points: list[Tensor] = []  # earlier x
+        self.direction: Tensor | None = None  # FedCM's
+        self.mean_of_mine = 0.0
+        self._starts: dict[int, Tensor] = {}
+
+    def start(self, number: int, x: Tensor, i: int, own: Tensor | None, mean: Tensor) -> Tensor:
+        given, v = self.given, torch.zeros_like(x)
+        if given.beta and number % given.every == 0:
+            if given.mean == "fresh":
+                v = v - given.beta * (mean - own)
+            elif given.mean == "running" and self.means:
+                powers = [given.decay**age if age else 1.0 for age in range(len(self.means))]
+                s = sum(p * u for p, u in zip(powers, reversed(self.means), strict=True)) / sum(powers)
+                v = v - given.beta * (s - own)
+            elif given.mean == "kept" and i in self.mine:
+                v = v - given.beta * (self.mean_of_mine - self.mine[i])
+        if given.init and i in self.ends:
+            v = v + given.init * (x - self.ends[i])
+        if given.sam:
+            v = v + given.sam * own / torch.sqrt((own * own).sum())
+        if given.lesam and self.points:
+            back = self.points[-1] - x
+            v = v + given.lesam * back / torch.sqrt((back * back).sum())
+        self._starts[i] = x + v
+        return v
+
+    def turn(self, x: Tensor) -> Tensor:
+        if not self.given.cm or self.direction is None:
+            return torch.zeros_like(x)
+        return (1 - self.given.cm) / self.given.cm * self.direction
+
+    def learn(self, x: Tensor, heard: dict[int, tuple[float, Tensor, float, int]]) -> None:
+        wd, travels = self.local.weight_decay, {}
+        before = dict(self.mine)
+        for i, (_, update, lr, steps) in heard.items():
+            travels[i] = _travel(self.local, lr, steps)
+            self.mine[i] = -update / travels[i] - wd * x
+            self.ends[i] = self._starts[i] + update
+        update = sum(share * u for share, u, _, _ in heard.values())
+        travel = sum(share * travels[i] for i, (share, *_) in heard.items())
+        self.means.append(-update / travel - wd * x)
+        self.direction = -self.given.cm * update / travel
+        self.points.append(x)
+        change = sum(share * (self.mine[i] - before.get(i, 0.0)) for i, (share, *_) in heard.items())
+        self.mean_of_mine = (len(before) * self.mean_of_mine + len(heard) * change) / len(self.mine)
 
 
 def _whole(problem: Problem, x: Tensor, parts: list[Tensor], buffers: Tensor) -> Tensor:

@@ -47,7 +47,10 @@ def wait_until(condition, seconds: float = 20.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("algorithm", [ga.FedAvg(), EVERYTHING], ids=["fedavg", "everything"])
+ONE_TRIP = ga.FedGA(beta=0.1, mean="running") + ga.FedInit() + ga.FedLESAM() + ga.FedCM(alpha=0.5)
+
+
+@pytest.mark.parametrize("algorithm", [ga.FedAvg(), EVERYTHING, ONE_TRIP], ids=["fedavg", "everything", "one-trip"])
 def test_bits_do_not_depend_on_the_number_of_workers(algorithm):
     runs = [
         ga.run(blobs(), algorithm, rounds=3, clients_per_round=4, local=LOCAL, workers=workers)

@@ -44,6 +44,9 @@ ALGORITHMS = {
     "scaffold-kept": ga.Scaffold(control="kept"),
     "feddyn": ga.FedDyn(alpha=0.1) + ga.FedAdam(lr=0.05),
     "everything": KEEPING,
+    "running": ga.FedGA(beta=0.1, mean="running") + ga.FedProx(mu=0.1),
+    "kept": ga.FedGA(beta=0.1, mean="kept") + ga.FedInit(beta=0.1),
+    "sharpness": ga.FedSAM(rho=0.1) + ga.FedLESAM(rho=0.05) + ga.FedCM(alpha=0.5),
 }
 
 

@@ -74,6 +74,7 @@ ALGORITHMS = [
     ga.FedGA(beta=0.2),
     ga.FedGA(beta=0.2, form="step") + ga.FedAdam(lr=0.05),
     ga.FedGA(beta=0.2) + ga.FedProx(mu=0.3),
+    ga.FedGA(beta=0.2, mean="running"),
     ga.Scaffold(),
 ]
 

@@ -25,6 +25,29 @@ ALGORITHMS = {
     "scaffold kept": (ga.Scaffold(control="kept"), Settings(scaffold="kept")),
     "fedga": (ga.FedGA(beta=0.3), Settings(beta=0.3)),
     "fedga step": (ga.FedGA(beta=0.3, form="step"), Settings(beta=0.3, inside=True)),
+    "fedga running": (ga.FedGA(beta=0.3, mean="running"), Settings(beta=0.3, mean="running")),
+    "fedga last": (ga.FedGA(beta=0.3, mean="running", decay=0), Settings(beta=0.3, mean="running", decay=0.0)),
+    "fedga kept": (ga.FedGA(beta=0.3, mean="kept"), Settings(beta=0.3, mean="kept")),
+    "fedga running step": (
+        ga.FedGA(beta=0.3, mean="running", form="step"),
+        Settings(beta=0.3, mean="running", inside=True),
+    ),
+    "fedga at times": (
+        ga.FedGA(beta=0.3, mean="running", gradient_every=2),
+        Settings(beta=0.3, mean="running", every=2),
+    ),
+    "fedinit": (ga.FedInit(beta=0.2), Settings(init=0.2)),
+    "fedsam": (ga.FedSAM(rho=0.2), Settings(sam=0.2)),
+    "fedlesam": (ga.FedLESAM(rho=0.2), Settings(lesam=0.2)),
+    "fedcm": (ga.FedCM(alpha=0.4), Settings(cm=0.4)),
+    "running and kept": (
+        ga.FedGA(beta=0.3, mean="running") + ga.Scaffold(control="kept") + ga.FedProx(mu=0.7) + ga.FedAvgM(lr=0.8),
+        Settings(beta=0.3, mean="running", mu=0.7, scaffold="kept", server="momentum", server_lr=0.8),
+    ),
+    "kept and a correction": (
+        ga.FedGA(beta=0.3, mean="kept") + ga.Scaffold(),
+        Settings(beta=0.3, mean="kept", scaffold="fresh"),
+    ),
     "feddyn": (ga.FedDyn(alpha=0.4), Settings(dyn=0.4)),
     "server lr": (ga.FedAvg() + ga.ServerRule(lr=0.6), Settings(server_lr=0.6)),
     "fedavgm": (ga.FedAvgM(lr=0.6, momentum=0.8), Settings(server="momentum", server_lr=0.6, momentum=0.8)),
@@ -79,11 +102,10 @@ def compare(problem: Problem, case, local: ga.LocalTraining, **settings) -> None
     assert result.history["reported"][1:] == [len(chance.steps) for chance in rounds]
     assert result.history["local_updates"][-1] == sum(len(s) for c in rounds for s in c.steps.values())
     trained = [sum(len(rows) for steps in c.steps.values() for rows in steps) for c in rounds]
-    if not rounds[0].gradients:
-        assert np.diff(result.history["examples"]).tolist() == trained
-        assert result.history["examples"][0] == 0
-    phases = 2 if rounds[0].gradients else 1
-    assert result.history["communication_rounds"] == [phases * r for r in range(settings["rounds"] + 1)]
+    asked = [sum(len(rows) for parts in c.gradients.values() for rows in parts) for c in rounds]
+    assert np.diff(result.history["examples"]).tolist() == [a + b for a, b in zip(asked, trained, strict=True)]
+    assert result.history["examples"][0] == 0
+    assert result.history["communication_rounds"] == [given.trips * r for r in range(settings["rounds"] + 1)]
 
 
 @cases(ALGORITHMS)
@@ -107,7 +129,9 @@ def test_one_step_a_round_on_mini_batches(case):
     compare(FEW, case, ONE)
 
 
-@cases({name: ALGORITHMS[name] for name in ("scaffold kept", "fedga step", "everything")})
+@cases(
+    {name: ALGORITHMS[name] for name in ("scaffold kept", "fedga step", "everything", "fedga running", "fedga kept")}
+)
 @pytest.mark.parametrize(
     "local",
     [
@@ -121,7 +145,7 @@ def test_momentum_clipping_and_schedules(case, local):
     compare(FEW, case, local)
 
 
-@cases({name: ALGORITHMS[name] for name in ("fedavg", "fedga", "fedga step")})
+@cases({name: ALGORITHMS[name] for name in ("fedavg", "fedga", "fedga step", "fedga running")})
 @pytest.mark.parametrize("weights", ["uniform", "examples"])
 def test_batch_norm(case, weights):
     """Float buffers are averaged with the updates' weights, integer ones are the first client's."""
@@ -142,6 +166,7 @@ MANY = Problem(tuple(3 + (7 * i) % 11 for i in range(31)), inputs=3, hidden=4)
 CROWD = {**PART, "clients_per_round": 28}
 COHORTS = {
     **{n: ALGORITHMS[n] for n in ("fedavg", "fedprox", "scaffold", "scaffold kept", "fedga", "fedga step", "feddyn")},
+    **{n: ALGORITHMS[n] for n in ("fedga running", "fedga kept", "fedinit", "fedsam", "fedlesam", "fedcm")},
     **{n: ALGORITHMS[n] for n in ("step and a pull", "a pull and step", "kept and displaced", "two displacements")},
 }
 LOCALS = {
@@ -167,7 +192,7 @@ def test_cohorts(case):
     other_way(MANY, case, local_for(case, LOCALS["decay"]))
 
 
-@cases({name: ALGORITHMS[name] for name in ("fedga", "scaffold kept")})
+@cases({name: ALGORITHMS[name] for name in ("fedga", "scaffold kept", "fedga running", "running and kept")})
 def test_cohorts_in_two_workers(case):
     other_way(MANY, case, LOCALS["decay"], workers=2)
 

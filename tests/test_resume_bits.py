@@ -24,7 +24,8 @@ ALGORITHMS = {
     "scaffold": ga.Scaffold(),
     "fedga": ga.FedGA(beta=0.2),
     "fedga and scaffold": ga.FedGA(beta=0.2) + ga.Scaffold() + ga.FedAdam(lr=0.05),
-    "kept": ga.FedGA(beta=0.2) + ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1),
+    "running": ga.FedGA(beta=0.2, mean="running") + ga.FedLESAM(rho=0.1),
+    "kept": ga.FedGA(beta=0.2, mean="kept") + ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1),
 }
 
 
@@ -88,7 +89,7 @@ def test_cohorts_resume_to_the_same_bits(tmp_path, algorithm, every):
 
 @pytest.mark.parametrize(
     ("model", "sampled", "algorithm"),
-    [("cohorts", 28, "fedga and scaffold"), ("lockstep", 28, "fedga"), ("lockstep", 5, "fedga")],
+    [("cohorts", 28, "fedga and scaffold"), ("lockstep", 28, "fedga"), ("lockstep", 5, "running")],
     ids=["cohorts", "lockstep", "products"],
 )
 def test_workers_resume_to_the_same_bits(tmp_path, model, sampled, algorithm):

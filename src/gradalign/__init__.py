@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
     from gradalign.algorithms import (
         FedAvg,
+        FedCM,
         FedDyn,
         FedGA,
+        FedInit,
+        FedLESAM,
         FedProx,
+        FedSAM,
         LargeBatchGradAlign,
         LargeBatchSGD,
         LinearScaling,
@@ -37,7 +41,8 @@ if TYPE_CHECKING:
     from gradalign.tracking.services import TensorBoard, WeightsAndBiases
 
 _HOMES = {
-    "gradalign.algorithms": "FedAvg FedDyn FedGA FedProx LargeBatchGradAlign LargeBatchSGD LinearScaling Scaffold",
+    "gradalign.algorithms": "FedAvg FedCM FedDyn FedGA FedInit FedLESAM FedProx FedSAM LargeBatchGradAlign "
+    "LargeBatchSGD LinearScaling Scaffold",
     "gradalign.algorithms.plan": "Algorithm",
     "gradalign.algorithms.rules": "FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
     "gradalign.algorithms.schedule": "Cosine OffUntil Steps Warmup",
@@ -55,11 +60,11 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = ["Algorithm", "ClientView", "Cosine", "DivergedError", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedDyn"]
-__all__ += ["FedGA", "FedProx", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
-__all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result", "RunInfo"]
-__all__ += ["Scaffold", "ServerRule", "Steps", "Task", "TensorBoard", "Tracker", "Warmup", "WeightsAndBiases"]
-__all__ += ["__version__", "hold_out", "run"]
+__all__ = ["Algorithm", "ClientView", "Cosine", "DivergedError", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM"]
+__all__ += ["FedCM", "FedDyn", "FedGA", "FedInit", "FedLESAM", "FedProx", "FedSAM", "FedYogi", "GradAlign"]
+__all__ += ["GradalignError", "LargeBatchGradAlign", "LargeBatchSGD", "LinearScaling", "LocalTraining", "Measure"]
+__all__ += ["OffUntil", "PartitionedClients", "Plan", "Result", "RunInfo", "Scaffold", "ServerRule", "Steps", "Task"]
+__all__ += ["TensorBoard", "Tracker", "Warmup", "WeightsAndBiases", "__version__", "hold_out", "run"]
 
 
 def __getattr__(name: str) -> Any:

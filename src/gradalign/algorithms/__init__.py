@@ -5,7 +5,8 @@ the update and says how it differs from its neighbours.
 
 ``known_algorithms()`` has them all by name, also those of a user's own; an algorithm's fields are its keys in a recipe.
 
-Two of them remember a vector per client (``keeps``): SCAFFOLD's option II and FedDyn. Both obey one law, so the
+FedGA and its neighbours, which displace, are in ``alignment.py``; those here correct, pull or take single steps.
+SCAFFOLD's option II and FedDyn remember a vector per client (``keeps``). Both obey one law, so the
 server needs to know only that law: with the clients' vectors k_i (zero before a client is first seen) and the
 server's s, after a round  s ← s + (|S|/N) Σ p_i (k_i⁺ − k_i).  With uniform weights s is always the mean of k_i over
 all N clients.
@@ -13,15 +14,21 @@ all N clients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
+from gradalign.algorithms.alignment import FedCM as FedCM
+from gradalign.algorithms.alignment import FedGA as FedGA
+from gradalign.algorithms.alignment import FedInit as FedInit
+from gradalign.algorithms.alignment import FedLESAM as FedLESAM
+from gradalign.algorithms.alignment import FedSAM as FedSAM
+from gradalign.algorithms.alignment import LargeBatchGradAlign as LargeBatchGradAlign
 from gradalign.algorithms.plan import _KNOWN, Algorithm
 from gradalign.algorithms.plan import FedAvg as FedAvg
-from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
-from gradalign.algorithms.view import Blend, ClientView, Plan
+from gradalign.algorithms.schedule import require
+from gradalign.algorithms.view import ClientView, Plan
 from gradalign.errors import GradalignError
 
 
@@ -81,53 +88,6 @@ class Scaffold(Algorithm):
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
         own, shared = view.memory()
         return own - shared - update / total_step_size if total_step_size else own  # a round with α = 0 teaches nothing
-
-
-@dataclass(frozen=True, kw_only=True)
-class FedGA(Algorithm):
-    """Federated Gradient Alignment (Dandi, Barba & Jaggi 2022, Algorithm 2): v_i = −β(ḡ − g_i).
-
-    Each client starts from x displaced towards its own gradient, which adds −αβK∇r(x) to a round of FedAvg, r being
-    half the variance of the clients' gradients. ``form="step"`` is the appendix's Algorithm 3: the same
-    displacement inside every step. The two are equal. Unlike SCAFFOLD, β is free and all K steps feel it alike.
-    """
-
-    beta: float | Schedule
-    form: str = "start"
-
-    def __post_init__(self) -> None:
-        require("algorithm.beta", self.beta, least=0.0)
-        object.__setattr__(self, "beta", setting_of("algorithm.beta", self.beta))
-        if self.form not in ("start", "step"):
-            raise GradalignError(f'algorithm.form must be "start" or "step", got "{self.form}"')
-
-    @property
-    def needs_gradients(self) -> bool:
-        return self.beta != 0.0  # a schedule is not; ``at`` makes it this round's number
-
-    @property
-    def only_displaces(self) -> bool:
-        return type(self).plan is FedGA.plan  # somebody's own variant may plan more
-
-    @property
-    def strength(self) -> float:
-        return value_at(self.beta, 0)
-
-    def at(self, round_index: int) -> Self:
-        return replace(self, beta=value_at(self.beta, round_index))
-
-    def plan(self, view: ClientView) -> Plan:
-        if not self.needs_gradients:
-            return Plan()
-        return Plan(displacement=Blend(view.mean(), self.strength, self.strength), every_step=self.form == "step")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LargeBatchGradAlign(FedGA):
-    """GradAlign (Dandi, Barba & Jaggi 2022, Algorithm 1): FedGA with K = 1, one mini-batch per client."""
-
-    label: ClassVar[str] = "gradalign"
-    one_step: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

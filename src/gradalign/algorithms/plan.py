@@ -88,6 +88,10 @@ class Algorithm:
         """Return the algorithm with its schedules resolved for this round."""
         return self
 
+    def informed(self, numbers: Mapping[str, float]) -> Self:
+        """Return the algorithm for a round, given what ``next_numbers`` left; nothing in the first round."""
+        return self
+
     def over(self, rounds: int) -> Self:
         """Return the algorithm with schedules that are given in shares of the run spread over its rounds."""
         schedules = {name: value for name, value in self.values().items() if isinstance(value, Schedule)}
@@ -110,6 +114,10 @@ class Algorithm:
             return None
         before = torch.zeros_like(sums.kept_change) if shared is None else shared
         return before + (sums.reported / sums.clients) * sums.kept_change
+
+    def next_numbers(self, sums: SharedSums) -> Mapping[str, float]:
+        """Return the numbers to carry to the next round beside s; ``sums.numbers`` has those of the round before."""
+        return {}
 
     def multiple(self, participants: int) -> float:
         """Return m: how many times the mean update the server takes, given how many clients reported."""
@@ -199,6 +207,9 @@ class Combination:
 
     def at(self, round_index: int) -> Combination:
         return replace(self, parts=tuple(part.at(round_index) for part in self.parts))
+
+    def informed(self, numbers: Mapping[str, Mapping[str, float]]) -> Combination:
+        return replace(self, parts=tuple(part.informed(numbers.get(part.label, {})) for part in self.parts))
 
     def plan(self, views: Mapping[str, ClientView]) -> Plan:
         """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ class ClientView:
     """k_i, when the algorithm keeps a vector per client; None for a client never seen."""
     shared: Tensor | None = None
     """s, the vector that the server carries from round to round for this algorithm."""
+    weight_decay: float = 0.0
+
+    def own(self) -> Tensor:
+        """Return g_i, or say that it was not taken."""
+        return _given(self.gradient)
+
+    def mean_step(self, update: Tensor, total_step_size: float) -> Tensor:
+        """Return −Δ_i/(αK) less the decay at x: the mean of the loss gradients along the client's path."""
+        return -update / total_step_size - self.weight_decay * self.x
 
     def mean(self) -> Tensor:
         """Return ḡ, or say that the round's gradient phase was skipped."""
@@ -123,3 +133,16 @@ class SharedSums:
     reported: int
     clients: int
     """N, all clients of the task."""
+    x: Tensor
+    """The point that the round began at."""
+    weight_decay: float = 0.0
+    known: int = 0
+    """How many clients have a k_i of this algorithm, after the round."""
+    new: int = 0
+    """How many of them have their first one."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What this algorithm carried from the round before."""
+
+    def mean_step(self) -> Tensor:
+        """Return −Σ p_i Δ_i/(αK) less the decay at x: the mean of the loss gradients along the clients' paths."""
+        return -self.update / self.total_step_size - self.weight_decay * self.x

@@ -48,6 +48,7 @@ class Broadcast:
     """ḡ, after a gradient phase."""
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     """s of every part that has one, by its label."""
+    weight_decay: float = 0.0
     one_by_one: bool = False
     """Whether the server needs every client's own vector; else neighbours may be summed."""
 
@@ -62,6 +63,7 @@ class Broadcast:
             mean_gradient=self.mean,
             kept=who.kept.get(label),
             shared=self.shared.get(label),
+            weight_decay=self.weight_decay,
         )
 
     def plan(self, who: Participant, gradient: Tensor | None = None) -> Plan:

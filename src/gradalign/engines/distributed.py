@@ -32,7 +32,7 @@ from gradalign.fast import Group, evaluation_spans
 from gradalign.stopping import left_to_the_kernel
 
 _AHEAD = 2  # replies for each rank that may wait for their turn
-_NUMBERS = ("round", "lr", "gradient_examples", "participants", "one_by_one")  # of a broadcast
+_NUMBERS = ("round", "lr", "gradient_examples", "participants", "weight_decay", "one_by_one")  # of a broadcast
 
 
 class Wire:

@@ -65,7 +65,8 @@ class SharedBuffers:
     def make_room(self, algorithm: Combination, shared: Iterable[str] = ()) -> bool:
         """Make room for what an algorithm's parts share and keep; return whether some was missing."""
         keepers = {part.label for part in algorithm.keepers} - self.kept.keys()
-        missing = ({*shared} | keepers) - self.shared.keys()
+        sent = {part.label for part in algorithm.parts if part.extra_down}  # before there is an s to send
+        missing = ({*shared} | keepers | sent) - self.shared.keys()
         self.kept |= {label: self._vectors(f"kept {label}", self._slots, self._width) for label in keepers}
         self.shared |= {label: self._vectors(f"shared {label}") for label in missing}
         return bool(keepers or missing)

@@ -68,6 +68,7 @@ class ClientRound:
             participants=order.participants,
             mean=self._sent("mean_gradient", point.x),
             shared=shared,
+            weight_decay=order.local.weight_decay,
         )
         self.who = Participant(client=order.client, share=order.weight, kept=self._kept())
         self.gradient: Tensor | None = None  # g_i as the server has it, for training after a gradient phase

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -132,7 +132,7 @@ def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
         own = {key: value for key, value in given.items() if key in known}
         if name in own_tables:
             own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, refusal.format(name))
-        if "beta" in known and "beta" not in own:
+        if any(field.name == "beta" and field.default is MISSING for field in fields(kind)) and "beta" not in own:
             raise GradalignError(f"algorithm.beta is needed for {spec.name}: the strength of the alignment, e.g. 0.1")
         parts.append(_made(kind, own, "algorithm"))
     server_rule = _rule(spec.name)

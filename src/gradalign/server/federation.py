@@ -156,7 +156,9 @@ class ServerState:
     memory: Memory = field(default_factory=dict)
     """The server rule's."""
     shared: Mapping[str, Tensor] = field(default_factory=dict)
-    """The server's vector of each keeping algorithm, float64."""
+    """The server's vector s of each algorithm that has one, float64."""
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What algorithms carry beside it."""
     kept: Mapping[str, dict[int, Tensor]] = field(default_factory=dict)
     """The clients' vectors of each keeping algorithm; only clients that were seen have one."""
     totals: Totals = field(default_factory=Totals)
@@ -170,7 +172,8 @@ class ServerState:
             clients = sorted(kept)
             tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
             tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
-        return tensors, {"round": self.round, "totals": asdict(self.totals)}
+        numbers = {label: dict(carried) for label, carried in self.numbers.items() if carried}
+        return tensors, {"round": self.round, "totals": asdict(self.totals), "numbers": numbers}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> ServerState:
@@ -184,8 +187,8 @@ class ServerState:
             if vector.shape != point.x.shape:
                 raise ValueError(f'the vector "{name}" has the shape {list(vector.shape)}, x has {list(point.x.shape)}')
         clients, vectors = group("clients."), group("kept.")
-        if clients.keys() != vectors.keys() or vectors.keys() != group("shared.").keys():
-            raise ValueError("clients, their vectors and the server's do not belong together")
+        if clients.keys() != vectors.keys():
+            raise ValueError("clients and their vectors do not belong together")
         for name, matrix in vectors.items():
             if clients[name].ndim != 1 or matrix.shape != (clients[name].numel(), point.x.numel()):
                 raise ValueError(f'the clients\' vectors "{name}" have the shape {list(matrix.shape)}')
@@ -197,6 +200,7 @@ class ServerState:
             shared=group("shared."),
             kept=kept,
             totals=Totals(**counters["totals"]),
+            numbers=counters.get("numbers", {}),
         )
 
 

@@ -83,8 +83,10 @@ class _Round:
         self.gradient_examples = 0
         self.gradients: dict[int, Tensor] = {}
         """g_i, where what a client keeps may depend on it."""
-        algorithm, zero = federation.algorithm_at(state.round), torch.zeros_like(state.point.x)
-        shared = {name: vector.to(zero.dtype) for name, vector in state.shared.items()}
+        algorithm = federation.algorithm_at(state.round).informed(state.numbers)
+        zero = torch.zeros_like(state.point.x)
+        sent = {part.label for part in algorithm.parts if part.extra_down or part.keeps}
+        shared = {name: vector.to(zero.dtype) for name, vector in state.shared.items() if name in sent}
         self.told = Broadcast(
             point=state.point,
             round=state.round,
@@ -93,6 +95,7 @@ class _Round:
             gradient_examples=federation.local.gradient_examples,
             participants=self.sampled,
             shared={part.label: zero for part in algorithm.keepers} | shared,
+            weight_decay=federation.local.weight_decay,
             one_by_one=bool(algorithm.keepers),
         )
 
@@ -167,9 +170,10 @@ class _Round:
         algorithm, x = self.told.algorithm, self.state.point.x
         phases, point, vector = 1 + algorithm.needs_gradients, self.state.point.nbytes, x.numel() * x.element_size()
         gradient = vector if algorithm.needs_gradients else 0
-        down, up = sum(part.extra_down for part in algorithm.parts), sum(part.extra_up for part in algorithm.parts)
+        down = sum(part.extra_down for part in algorithm.parts if part.label in self.told.shared)
+        up = sum(part.extra_up for part in algorithm.parts)
         before, clients = self.state.totals, len(self.clients)
-        # Down: x and the buffers, ḡ after the gradient phase, the keepers' s.
+        # Down: x and the buffers, ḡ after the gradient phase, s of those that have one.
         # Up: Δ_i and the buffers, g_i in the gradient phase, the keepers' k_i⁺ − k_i.
         return Totals(
             communication_rounds=before.communication_rounds + phases,
@@ -185,19 +189,26 @@ class _Round:
         after = replace(state, round=state.round + 1, totals=self.spent(sums))
         if not sums.reported:
             return after
-        mean, shared = sums.vector / sums.weight, dict(state.shared)
+        mean, shared, numbers = sums.vector / sums.weight, dict(state.shared), dict(state.numbers)
         for part in algorithm.parts:
             change = sums.kept_change.get(part.label)
+            before, now = state.kept.get(part.label, {}).keys(), sums.kept.get(part.label, {}).keys()
             seen = SharedSums(
                 update=mean,
                 kept_change=None if change is None else change / sums.weight,
                 total_step_size=sums.step_size / sums.weight,
                 reported=sums.reported,
                 clients=len(self.federation.task.clients),
+                x=state.point.x.double(),
+                weight_decay=self.told.weight_decay,
+                known=len(before | now),
+                new=len(now - before),
+                numbers=state.numbers.get(part.label, {}),
             )
             new = part.next_shared(state.shared.get(part.label), seen)
             if new is not None:
                 shared[part.label] = new
+            numbers[part.label] = dict(part.next_numbers(seen))
         update = algorithm.corrected(mean, shared, sums.reported)
         x, memory = algorithm.server.step(state.point.x.double(), update, state.memory)
         x = x.to(state.point.x.dtype)
@@ -206,7 +217,9 @@ class _Round:
         floats = (sums.floats / sums.weight).to(state.point.floats.dtype)
         # New dictionaries, so that the state before the round stays whole if anything after this goes wrong.
         kept = {label: {**state.kept.get(label, {}), **new} for label, new in sums.kept.items()}
-        return replace(after, point=Point(x, floats, sums.ints), memory=memory, shared=shared, kept=kept)
+        return replace(
+            after, point=Point(x, floats, sums.ints), memory=memory, shared=shared, numbers=numbers, kept=kept
+        )
 
 
 def play_round(federation: Federation, engine: Engine, state: ServerState) -> tuple[ServerState, RoundFacts]:

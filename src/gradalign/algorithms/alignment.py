@@ -1,0 +1,231 @@
+"""FedGA in its three forms, and its neighbours: all displace a client's start by v_i = a·g_i − b·s, or nearly.
+
+    FedGA, fresh     a = b = β, s = ḡ of this round (two communications)
+    FedGA, running   a = b = β, s = a running mean of earlier rounds' gradients
+    FedGA, kept      as running, with the client's last k_i in place of g_i
+    FedInit          the client's last end point in place of a gradient
+    FedSAM           a = ρ/‖g_i‖, b = 0
+    FedLESAM         a = 0, −b·s a step of length ρ back along the server's last move
+    FedCM            no displacement: s is a momentum inside every step
+
+``docs/alignment-family.md`` says what each regularises, and ``gradalign verify`` measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from gradalign.algorithms.plan import Algorithm
+from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
+from gradalign.algorithms.view import Blend, ClientView, Plan, SharedSums
+from gradalign.errors import GradalignError, real, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedGA(Algorithm):
+    """Federated Gradient Alignment (Dandi, Barba & Jaggi 2022, Algorithm 2): v_i = −β(ḡ − g_i).
+
+    Each client starts from x displaced towards its own gradient, which adds −αβK∇r(x) to a round of FedAvg, r being
+    half the variance of the clients' gradients. Unlike SCAFFOLD, β is free and all K steps feel it alike.
+
+    Attributes:
+        beta: β, a number or a schedule over rounds.
+        mean: Where ḡ comes from. "fresh" is the paper's: the clients send g_i first, a communication of its own.
+            "running": v_i = −β(s − g_i), where the client takes g_i itself before its steps, and the server sends with
+            x the running mean s ← λs + (1−λ)(−Σ p_i Δ_i/(αK)) of what it has seen, corrected for its start. One
+            communication, and only sums reach the server. "kept": v_i = −β(s − k_i), where k_i = −Δ_i/(αK) is of
+            the client's last visit and s the mean of those seen: no gradient beside the steps, but memory.
+        decay: λ of the running mean; 0 is the last round's.
+        gradient_every: Align in every m-th round only; the others are FedAvg's and cost what they cost there.
+        form: "start" displaces once; "step", the appendix's Algorithm 3, inside every step. The two are equal.
+    """
+
+    beta: float | Schedule
+    mean: str = "fresh"
+    decay: float = 0.9
+    gradient_every: int = 1
+    form: str = "start"
+
+    def __post_init__(self) -> None:
+        require("algorithm.beta", self.beta, least=0.0)
+        object.__setattr__(self, "beta", setting_of("algorithm.beta", self.beta))
+        object.__setattr__(self, "decay", real("algorithm.decay", self.decay, 0.0, 1.0, below=True))
+        object.__setattr__(self, "gradient_every", whole("algorithm.gradient_every", self.gradient_every, 1))
+        for name, allowed in (("mean", ("fresh", "running", "kept")), ("form", ("start", "step"))):
+            if getattr(self, name) not in allowed:
+                names = " or ".join(f'"{one}"' for one in allowed)
+                raise GradalignError(f'algorithm.{name} must be {names}, got "{getattr(self, name)}"')
+
+    @property
+    def keeps(self) -> bool:
+        return self.mean == "kept"
+
+    @property
+    def extra_down(self) -> int:
+        return int(self.mean != "fresh" and self.beta != 0.0)  # s
+
+    @property
+    def extra_up(self) -> int:
+        return int(self.keeps)  # k_i⁺ − k_i
+
+    @property
+    def needs_gradients(self) -> bool:
+        return self.mean == "fresh" and self.beta != 0.0  # a schedule is not; ``at`` makes it this round's number
+
+    @property
+    def uses_own_gradient(self) -> bool:
+        return not self.keeps and self.beta != 0.0
+
+    @property
+    def only_displaces(self) -> bool:
+        return type(self).plan is FedGA.plan and not self.keeps  # somebody's own variant may plan more
+
+    @property
+    def strength(self) -> float:
+        return value_at(self.beta, 0)
+
+    def at(self, round_index: int) -> Self:
+        rests = round_index % self.gradient_every != 0
+        return replace(self, beta=0.0 if rests else value_at(self.beta, round_index))
+
+    def informed(self, numbers: Mapping[str, float]) -> Self:
+        # Before the first s there is nothing to align with.
+        return self if self.mean == "fresh" or numbers.get("rounds") else replace(self, beta=0.0)
+
+    def plan(self, view: ClientView) -> Plan:
+        if self.beta == 0.0 or (self.keeps and view.kept is None):
+            return Plan()
+        every_step = self.form == "step"
+        if self.keeps:
+            own, common = view.memory()
+            return Plan(displacement=-self.strength * (common - own), every_step=every_step)
+        common = view.mean() if self.mean == "fresh" else view.memory()[1]
+        return Plan(displacement=Blend(common, self.strength, self.strength), every_step=every_step)
+
+    def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
+        return view.mean_step(update, total_step_size) if total_step_size else view.memory()[0]
+
+    def next_shared(self, shared: Tensor | None, sums: SharedSums) -> Tensor | None:
+        if self.mean == "fresh" or not sums.total_step_size:  # a round with α = 0 teaches nothing
+            return shared
+        if sums.kept_change is not None:  # the mean over the clients seen, which grow in number
+            before = 0.0 if shared is None else (sums.known - sums.new) * shared
+            return (before + sums.reported * sums.kept_change) / sums.known
+        new = sums.mean_step()
+        rounds = sums.numbers.get("rounds", 0.0) + 1.0
+        share = (1.0 - self.decay) / (1.0 - self.decay**rounds)
+        return new if shared is None else shared + share * (new - shared)
+
+    def next_numbers(self, sums: SharedSums) -> Mapping[str, float]:
+        return {} if self.mean == "fresh" else {"rounds": sums.numbers.get("rounds", 0.0) + bool(sums.total_step_size)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeBatchGradAlign(FedGA):
+    """GradAlign (Dandi, Barba & Jaggi 2022, Algorithm 1): FedGA with K = 1, one mini-batch per client."""
+
+    label: ClassVar[str] = "gradalign"
+    one_step: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedInit(Algorithm):
+    """FedInit (Sun, Shen & Tao 2023): start away from where this client last ended, v_i = β(x − y_i).
+
+    Near a fixed point x − y_i is αK·g_i: FedGA's displacement with old gradients and without the mean, so it
+    regularises ½ Σ p_i ‖g_i‖² instead of r. As in all of this library Δ_i = y_K − y_0, and y_0 is the displaced start.
+    """
+
+    keeps: ClassVar[bool] = True
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        require("algorithm.beta", self.beta, least=0.0)
+
+    @property
+    def strength(self) -> float:
+        return self.beta
+
+    def _displacement(self, view: ClientView) -> Tensor | None:
+        return None if view.kept is None or not self.beta else self.beta * (view.x - view.kept)
+
+    def plan(self, view: ClientView) -> Plan:
+        return Plan(displacement=self._displacement(view))
+
+    def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
+        displacement = self._displacement(view)
+        return view.x + update if displacement is None else view.x + displacement + update
+
+    def next_shared(self, shared: Tensor | None, sums: SharedSums) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSAM(Algorithm):
+    """FedSAM (Qu et al. 2022) with one ascent a round: v_i = ρ g_i/‖g_i‖, the client's own gradient at x.
+
+    It regularises the length of each client's gradient, Σ p_i ‖g_i‖, not their disagreement. The paper ascends
+    anew before every step, on its mini-batch; for K = 1 on the same examples the two are equal.
+    """
+
+    uses_own_gradient: ClassVar[bool] = True
+    rho: float = 0.05
+
+    def __post_init__(self) -> None:
+        require("algorithm.rho", self.rho, above=0.0)
+
+    def plan(self, view: ClientView) -> Plan:
+        return Plan(displacement=_of_length(self.rho, view.own()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedLESAM(Algorithm):
+    """FedLESAM (Fan et al. 2024): all start a step back along the server's last move, v = ρ (x⁻ − x)/‖x⁻ − x‖.
+
+    x⁻ is the point of the round before, so v estimates ρ ḡ/‖ḡ‖ without a gradient: it regularises ‖ḡ‖, the sharpness of
+    the mean. In the paper x⁻ is the point that the client itself was last sent; here the server's, which it sends.
+    """
+
+    extra_down: ClassVar[int] = 1
+    rho: float = 0.05
+
+    def __post_init__(self) -> None:
+        require("algorithm.rho", self.rho, above=0.0)
+
+    def plan(self, view: ClientView) -> Plan:
+        return Plan(displacement=None if view.shared is None else _of_length(self.rho, view.shared - view.x))
+
+    def next_shared(self, shared: Tensor | None, sums: SharedSums) -> Tensor:
+        return sums.x
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedCM(Algorithm):
+    """FedCM (Xu et al. 2021): every step goes along a·∇f_i + (1−a)·s, s being the last round's mean direction.
+
+    Written with c = ((1−a)/a)·s, so that local.lr is the step along the gradient: the paper's η_l is lr/a, and
+    s⁺ = −a·Σ p_i Δ_i/(αK). The momentum is the same for all clients, so it changes no variance: there is no ∇r in it.
+    """
+
+    extra_down: ClassVar[int] = 1
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alpha", real("algorithm.alpha", self.alpha, 0.0, 1.0))
+        require("algorithm.alpha", self.alpha, above=0.0)
+
+    def plan(self, view: ClientView) -> Plan:
+        return Plan(correction=None if view.shared is None else (1.0 - self.alpha) / self.alpha * view.shared)
+
+    def next_shared(self, shared: Tensor | None, sums: SharedSums) -> Tensor | None:
+        return -self.alpha * sums.update / sums.total_step_size if sums.total_step_size else shared
+
+
+def _of_length(length: float, vector: Tensor) -> Tensor | None:
+    """Return a vector along this one with the given length; None for the zero vector."""
+    norm = float(vector.norm())
+    return length / norm * vector if norm > 0.0 else None
