@@ -141,9 +141,12 @@ def test_equal_communication_is_fair(tmp_path):
 
     FedGA's 40 rounds communicate once in the first 10, where β is 0, and twice in the others: 70 times.
     """
-    free = load_recipe(write(tmp_path, COSINE.replace("[compare.settings.fedavg]\nrounds = 80\n", "")))
+    free_path = write(tmp_path, COSINE.replace("[compare.settings.fedavg]\nrounds = 80\n", ""))
+    free = load_recipe(free_path)
     assert (free.spec_for("fedga", 0).rounds, free.spec_for("fedavg", 0).rounds) == (40, 70)
     assert free.spec_for("scaffold", 0).rounds == 35
+    rests = ["algorithm.beta=0.1", "algorithm.gradient_every=4"]  # 10 aligned rounds of 40: 50 communications
+    assert load_recipe(free_path, rests).spec_for("scaffold", 0).rounds == 25
     assert lr_of(free.spec_for("fedavg", 0))(69) > lr_of(free.spec_for("fedavg", 0))(70) == 0.0
     recipe = load_recipe(write(tmp_path))
     fedavg = recipe.spec_for("fedavg", 0)

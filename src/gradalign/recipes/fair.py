@@ -31,7 +31,7 @@ def _rounds_and_trips(tables: Mapping[str, Any], source: str) -> tuple[int, Frac
         tables = merge(tables, {"algorithm": {"beta": 1.0}})  # a recipe for comparing only; any will do for counting
     spec = validate({key: value for key, value in tables.items() if key != "scale"}, source)
     algorithm = build_algorithm(spec.algorithm, spec.server).over(spec.rounds)
-    if algorithm.at(0) == algorithm:
+    if algorithm == algorithm.at(0) == algorithm.at(1):  # neither a schedule nor rounds that rest
         return spec.rounds, Fraction(1 + algorithm.needs_gradients)
-    aligned = sum(algorithm.at(index).needs_gradients for index in range(spec.rounds))  # β may be 0 in some rounds
+    aligned = sum(algorithm.at(index).needs_gradients for index in range(spec.rounds))
     return spec.rounds, 1 + Fraction(aligned, spec.rounds)
