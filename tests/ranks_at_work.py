@@ -119,6 +119,13 @@ def run_with_silent_clients(engine: str | None = None) -> ga.Result:
     return ga.run(blobs(clients=9), ga.FedGA(beta=0.1), local=local, measure=ga.Measure(train_every=1), **options)
 
 
+def run_in_one_trip(engine: str | None = None) -> ga.Result:
+    """Clients take their own gradients, and report a number beside their update."""
+    algorithm, workers = ga.FedGA(beta="auto", mean="running") + ga.FedInit(), 0 if engine == "local" else None
+    options = {"rounds": 3, "clients_per_round": 8, "dropout": 0.4, "engine": engine, "workers": workers}
+    return ga.run(blobs(clients=9), algorithm, local=ga.LocalTraining(lr=0.1, steps=2, batch_size=8), **options)
+
+
 class Counter:
     """Counts the all-reduces that Python code asks for."""
 
@@ -182,6 +189,7 @@ def main(folder: Path) -> None:
         "run": vector(result),
         "test accuracy": result.history["test_accuracy"],
         "silent": vector(run_with_silent_clients()),
+        "one trip": vector(run_in_one_trip()),
         "skips": skips_together(),
         "unused": unused_somewhere(),
         "complaints": complaints(),

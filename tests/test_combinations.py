@@ -12,7 +12,7 @@ from gradalign.algorithms import LargeBatchGradAlign, known_algorithms
 from gradalign.algorithms.plan import Combination, combine
 from gradalign.algorithms.view import Blend, ClientView, Plan, SharedSums
 
-FRESH = {"mean": "fresh", "decay": 0.9, "gradient_every": 1, "form": "start"}
+FRESH = {"mean": "fresh", "decay": 0.9, "gradient_every": 1, "form": "start", "length": None}
 numbers = st.floats(-10, 10).map(lambda v: round(v, 3))
 vectors = st.lists(numbers, min_size=2, max_size=2).map(lambda v: torch.tensor(v, dtype=torch.float64))
 plans = st.builds(

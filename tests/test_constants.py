@@ -29,7 +29,15 @@ from gradalign.tasks.paper import CropAndFlip, Normalise, cifar10, cifar100, emn
         (ga.FedProx(), {"mu": 0.01}),
         (ga.FedDyn(), {"alpha": 0.01}),
         # Dandi, Barba & Jaggi 2022, Algorithms 2 and 3, and their SCAFFOLD with fresh gradients.
-        (ga.FedGA(beta=0.2), {"beta": 0.2, "form": "start"}),
+        (
+            ga.FedGA(beta=0.2),
+            {"beta": 0.2, "mean": "fresh", "decay": 0.9, "gradient_every": 1, "form": "start", "length": None},
+        ),
+        # No source prints one value for all tasks: ours, of the size that their papers search.
+        (ga.FedInit(), {"beta": 0.1}),
+        (ga.FedSAM(), {"rho": 0.05}),
+        (ga.FedLESAM(), {"rho": 0.05}),
+        (ga.FedCM(), {"alpha": 0.1}),
         (ga.Scaffold(), {"control": "fresh"}),
         (ga.LinearScaling(), {"aligned": True}),
     ],
@@ -37,6 +45,11 @@ from gradalign.tasks.paper import CropAndFlip, Normalise, cifar10, cifar100, emn
 )
 def test_defaults_of_algorithms(made, values):
     assert asdict(made) == values
+
+
+def test_the_length_that_auto_has_where_none_is_given():
+    """docs/beta.md says where it comes from."""
+    assert ga.FedGA(beta="auto").length == 0.3
 
 
 def test_defaults_of_local_training():

@@ -15,7 +15,7 @@ import gradalign as ga
 from conftest import vector
 from gradalign.cli.app import app
 from gradalign.runs.metrics import read_metrics
-from ranks_at_work import SETTINGS, one_process, run_of_everything, run_with_silent_clients
+from ranks_at_work import SETTINGS, one_process, run_in_one_trip, run_of_everything, run_with_silent_clients
 
 TESTS = Path(__file__).parent
 SOURCE = Path(ga.__file__).parents[1]  # what is tested here is tested in the ranks, too
@@ -94,6 +94,13 @@ def test_ranks_with_uneven_shares_of_the_training_give_the_local_engines_bits(re
     assert set(expected.history["reported"]) - {None} != {8}
     for report in reports:
         assert torch.equal(report["silent"], vector(expected))
+
+
+def test_one_trip_a_round_gives_the_local_engines_bits(reports):
+    expected = run_in_one_trip("local")
+    assert expected.history["beta"][-1] > 0.0
+    for report in reports:
+        assert torch.equal(report["one trip"], vector(expected))
 
 
 TASK = """

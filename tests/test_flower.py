@@ -45,7 +45,8 @@ ALGORITHMS = {
     "feddyn": ga.FedDyn(alpha=0.1) + ga.FedAdam(lr=0.05),
     "everything": KEEPING,
     "running": ga.FedGA(beta=0.1, mean="running") + ga.FedProx(mu=0.1),
-    "kept": ga.FedGA(beta=0.1, mean="kept") + ga.FedInit(beta=0.1),
+    "running-auto": ga.FedGA(beta="auto", mean="running"),
+    "kept": ga.FedGA(beta="auto", mean="kept") + ga.FedInit(beta=0.1),
     "sharpness": ga.FedSAM(rho=0.1) + ga.FedLESAM(rho=0.05) + ga.FedCM(alpha=0.5),
 }
 

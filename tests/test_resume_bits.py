@@ -24,7 +24,8 @@ ALGORITHMS = {
     "scaffold": ga.Scaffold(),
     "fedga": ga.FedGA(beta=0.2),
     "fedga and scaffold": ga.FedGA(beta=0.2) + ga.Scaffold() + ga.FedAdam(lr=0.05),
-    "running": ga.FedGA(beta=0.2, mean="running") + ga.FedLESAM(rho=0.1),
+    "running": ga.FedGA(beta="auto", mean="running") + ga.FedLESAM(rho=0.1),
+    "one trip": ga.FedGA(beta="auto", mean="running"),
     "kept": ga.FedGA(beta=0.2, mean="kept") + ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1),
 }
 
@@ -89,8 +90,13 @@ def test_cohorts_resume_to_the_same_bits(tmp_path, algorithm, every):
 
 @pytest.mark.parametrize(
     ("model", "sampled", "algorithm"),
-    [("cohorts", 28, "fedga and scaffold"), ("lockstep", 28, "fedga"), ("lockstep", 5, "running")],
-    ids=["cohorts", "lockstep", "products"],
+    [
+        ("cohorts", 28, "fedga and scaffold"),
+        ("lockstep", 28, "fedga"),
+        ("lockstep", 28, "one trip"),
+        ("lockstep", 5, "running"),
+    ],
+    ids=["cohorts", "lockstep", "lockstep in one trip", "products"],
 )
 def test_workers_resume_to_the_same_bits(tmp_path, model, sampled, algorithm):
     """The gradients of large layers are products; they must not depend on where in shared memory they are written."""

@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import gradalign.theory
-from gradalign.algorithms import FedGA, LinearScaling, Scaffold
+from gradalign.algorithms import FedAvg, FedCM, FedGA, FedInit, FedLESAM, FedSAM, LinearScaling, Scaffold
 from gradalign.algorithms.view import Plan
 from gradalign.errors import GradalignError
 from gradalign.tasks.task import Task
@@ -31,6 +31,7 @@ from gradalign.theory.claims import (
 )
 from gradalign.theory.claims import gradalign as gradalign_claim
 from gradalign.theory.descent import constants_of, descent, wavy_bowl
+from gradalign.theory.family import against_descent, family
 from gradalign.theory.probe import Probe
 from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
 
@@ -112,14 +113,17 @@ def test_calculus_of_the_quadratic_by_hand(quadratic):
 
 @pytest.mark.parametrize(
     "claim",
-    [lemma_1, theorem_1, surrogate, gradalign_claim, fedga, scaffold, linear_scaling, forms, measuring_tools],
+    [
+        *(lemma_1, theorem_1, surrogate, gradalign_claim, fedga, scaffold, linear_scaling, forms, measuring_tools),
+        *(against_descent, family),
+    ],
     ids=lambda claim: claim.__name__,
 )
 def test_claims_hold_on_the_tanh_network(mlp, claim):
     assert failures(claim(mlp)) == set()
 
 
-@pytest.mark.parametrize("claim", [lemma_1, gradalign_claim, fedga, scaffold, forms], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("claim", [lemma_1, gradalign_claim, fedga, scaffold, forms, family], ids=lambda c: c.__name__)
 def test_claims_hold_on_the_quadratic(quadratic, claim):
     assert failures(claim(quadratic)) == set()
 
@@ -184,6 +188,31 @@ def test_linear_scaling_without_its_displacement_fails(mlp, monkeypatch):
     assert failures(linear_scaling(mlp)) == {"7b"}
     monkeypatch.setattr(LinearScaling, "multiple", lambda self, participants: 1.0)
     assert failures(linear_scaling(mlp)) == {"7a", "7b"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "caught"),
+    [(FedGA, {"14a", "14b"}), (FedInit, {"14c"}), (FedSAM, {"14d"}), (FedLESAM, {"14e"}), (FedCM, {"14f"})],
+    ids=lambda value: getattr(value, "label", ""),
+)
+def test_a_neighbour_with_the_wrong_sign_or_a_tenth_too_much_fails(mlp, monkeypatch, kind, caught):
+    right = kind.plan
+    for factor in (-1.0, 1.1):
+
+        def wrong(self, view, factor=factor):
+            plan, parts = right(self, view), {}
+            moved = plan.displaced(view.gradient)
+            parts["displacement"] = None if moved is None else factor * moved
+            parts["correction"] = None if plan.correction is None else factor * plan.correction
+            return Plan(**parts)
+
+        monkeypatch.setattr(kind, "plan", wrong)
+        assert failures(family(mlp)) == caught
+
+
+def test_fedavg_that_goes_further_than_it_should_fails(mlp, monkeypatch):
+    monkeypatch.setattr(FedAvg, "plan", lambda self, view: Plan(pull=0.1 / mlp.unit))
+    assert failures(against_descent(mlp)) >= {"13a"}
 
 
 def test_a_wrong_hessian_fails(mlp, monkeypatch):

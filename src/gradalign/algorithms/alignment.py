@@ -19,6 +19,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
+from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, measured
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.algorithms.view import Blend, ClientView, Plan, SharedSums
@@ -33,26 +34,39 @@ class FedGA(Algorithm):
     half the variance of the clients' gradients. Unlike SCAFFOLD, β is free and all K steps feel it alike.
 
     Attributes:
-        beta: β, a number or a schedule over rounds.
+        beta: β, a number, a schedule over rounds, or "auto": set by how far the clients' gradients lie apart (see
+            ``auto.py``), for which each reports one number. The first round that measures it has β = 0.
         mean: Where ḡ comes from. "fresh" is the paper's: the clients send g_i first, a communication of its own.
             "running": v_i = −β(s − g_i), where the client takes g_i itself before its steps, and the server sends with
             x the running mean s ← λs + (1−λ)(−Σ p_i Δ_i/(αK)) of what it has seen, corrected for its start. One
             communication, and only sums reach the server. "kept": v_i = −β(s − k_i), where k_i = −Δ_i/(αK) is of
             the client's last visit and s the mean of those seen: no gradient beside the steps, but memory.
         decay: λ of the running mean; 0 is the last round's.
+        length: ρ of "auto", a number or a schedule over rounds; 0 is FedAvg.
         gradient_every: Align in every m-th round only; the others are FedAvg's and cost what they cost there.
         form: "start" displaces once; "step", the appendix's Algorithm 3, inside every step. The two are equal.
     """
 
-    beta: float | Schedule
+    beta: float | Schedule | str
     mean: str = "fresh"
     decay: float = 0.9
     gradient_every: int = 1
     form: str = "start"
+    length: float | Schedule | None = None
 
     def __post_init__(self) -> None:
-        require("algorithm.beta", self.beta, least=0.0)
-        object.__setattr__(self, "beta", setting_of("algorithm.beta", self.beta))
+        if not isinstance(self.beta, str):
+            require("algorithm.beta", self.beta, least=0.0)
+            object.__setattr__(self, "beta", setting_of("algorithm.beta", self.beta))
+        elif self.beta != AUTO:
+            raise GradalignError(f'algorithm.beta must be a number, a schedule or "{AUTO}", got "{self.beta}"')
+        elif self.length is None:
+            object.__setattr__(self, "length", LENGTH)
+        if self.length is not None:
+            if isinstance(self.beta, Schedule):  # beside a number it is of a round for which "auto" was worked out
+                raise GradalignError(f'algorithm.length is for beta = "{AUTO}"; remove it, or the schedule')
+            require("algorithm.length", self.length, least=0.0)
+            object.__setattr__(self, "length", setting_of("algorithm.length", self.length))
         object.__setattr__(self, "decay", real("algorithm.decay", self.decay, 0.0, 1.0, below=True))
         object.__setattr__(self, "gradient_every", whole("algorithm.gradient_every", self.gradient_every, 1))
         for name, allowed in (("mean", ("fresh", "running", "kept")), ("form", ("start", "step"))):
@@ -66,19 +80,27 @@ class FedGA(Algorithm):
 
     @property
     def extra_down(self) -> int:
-        return int(self.mean != "fresh" and self.beta != 0.0)  # s
+        return int(self.mean != "fresh" and self._aligns)  # s
 
     @property
     def extra_up(self) -> int:
         return int(self.keeps)  # k_i⁺ − k_i
 
     @property
+    def _aligns(self) -> bool:
+        return self.beta != 0.0 or self.length is not None  # a schedule is not 0; ``at`` makes it this round's number
+
+    @property
     def needs_gradients(self) -> bool:
-        return self.mean == "fresh" and self.beta != 0.0  # a schedule is not; ``at`` makes it this round's number
+        return self.mean == "fresh" and self._aligns
 
     @property
     def uses_own_gradient(self) -> bool:
-        return not self.keeps and self.beta != 0.0
+        return not self.keeps and self._aligns
+
+    @property
+    def reports(self) -> bool:
+        return self.length is not None
 
     @property
     def only_displaces(self) -> bool:
@@ -86,18 +108,24 @@ class FedGA(Algorithm):
 
     @property
     def strength(self) -> float:
-        return value_at(self.beta, 0)
+        return 0.0 if isinstance(self.beta, str) else value_at(self.beta, 0)
 
     def at(self, round_index: int) -> Self:
-        rests = round_index % self.gradient_every != 0
-        return replace(self, beta=0.0 if rests else value_at(self.beta, round_index))
+        length = None if self.length is None else value_at(self.length, round_index)
+        if round_index % self.gradient_every or length == 0.0:
+            return replace(self, beta=0.0, length=None)
+        beta = self.beta if isinstance(self.beta, str) else value_at(self.beta, round_index)
+        return replace(self, beta=beta, length=length)
 
     def informed(self, numbers: Mapping[str, float]) -> Self:
-        # Before the first s there is nothing to align with.
-        return self if self.mean == "fresh" or numbers.get("rounds") else replace(self, beta=0.0)
+        if self.mean != "fresh" and not numbers.get("rounds"):
+            return replace(self, beta=0.0, length=None)  # before the first s there is nothing to align with
+        if self.beta != AUTO or self.length is None:
+            return self
+        return replace(self, beta=beta_of(value_at(self.length, 0), numbers))
 
     def plan(self, view: ClientView) -> Plan:
-        if self.beta == 0.0 or (self.keeps and view.kept is None):
+        if not self.strength or (self.keeps and view.kept is None):
             return Plan()
         every_step = self.form == "step"
         if self.keeps:
@@ -105,6 +133,15 @@ class FedGA(Algorithm):
             return Plan(displacement=-self.strength * (common - own), every_step=every_step)
         common = view.mean() if self.mean == "fresh" else view.memory()[1]
         return Plan(displacement=Blend(common, self.strength, self.strength), every_step=every_step)
+
+    def facts(self, view: ClientView) -> Mapping[str, float]:
+        if self.keeps and view.kept is None:
+            return {}
+        if self.keeps:
+            own, common = view.memory()
+        else:
+            own, common = view.own(), view.mean() if self.mean == "fresh" else view.memory()[1]
+        return {"square": float((own.double() - common).square().sum())}
 
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
         return view.mean_step(update, total_step_size) if total_step_size else view.memory()[0]
@@ -121,7 +158,13 @@ class FedGA(Algorithm):
         return new if shared is None else shared + share * (new - shared)
 
     def next_numbers(self, sums: SharedSums) -> Mapping[str, float]:
-        return {} if self.mean == "fresh" else {"rounds": sums.numbers.get("rounds", 0.0) + bool(sums.total_step_size)}
+        """Carry how many rounds s has seen, and for "auto" how far apart the clients were."""
+        carried = dict(sums.numbers)
+        if self.mean != "fresh":
+            carried["rounds"] = carried.get("rounds", 0.0) + bool(sums.total_step_size)
+        if "square" not in sums.facts:
+            return carried
+        return measured(carried, sums.facts["square"], sums.total_step_size, self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +179,9 @@ class LargeBatchGradAlign(FedGA):
 class FedInit(Algorithm):
     """FedInit (Sun, Shen & Tao 2023): start away from where this client last ended, v_i = β(x − y_i).
 
-    Near a fixed point x − y_i is αK·g_i: FedGA's displacement with old gradients and without the mean, so it
-    regularises ½ Σ p_i ‖g_i‖² instead of r. As in all of this library Δ_i = y_K − y_0, and y_0 is the displaced start.
+    With everyone in every round x − y_i = αK(g_i − ḡ) of the round before: FedGA with old gradients and β·αK in place
+    of β. Where few take part, y_i belongs to an older x, and the way that the server has gone since comes in. As
+    everywhere here Δ_i = y_K − y_0, and y_0 is the displaced start.
     """
 
     keeps: ClassVar[bool] = True

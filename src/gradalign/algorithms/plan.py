@@ -104,6 +104,15 @@ class Algorithm:
         """Return this client's plan."""
         return Plan()
 
+    @property
+    def reports(self) -> bool:
+        """Whether clients report ``facts`` beside Δ_i."""
+        return False
+
+    def facts(self, view: ClientView) -> Mapping[str, float]:
+        """Return what a client reports beside Δ_i; the server gets the weighted means, as ``SharedSums.facts``."""
+        return {}
+
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
         """Return k_i⁺ from Δ_i and ``total_step_size``, the sum of the round's step sizes: αK without momentum."""
         raise NotImplementedError(f"{self.label} keeps nothing")
@@ -178,6 +187,10 @@ class Combination:
     @property
     def uses_own_gradient(self) -> bool:
         return any(part.uses_own_gradient for part in self.parts)
+
+    @property
+    def reports(self) -> bool:
+        return any(part.reports for part in self.parts)
 
     @property
     def only_displaces(self) -> bool:

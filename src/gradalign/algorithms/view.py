@@ -142,6 +142,8 @@ class SharedSums:
     """How many of them have their first one."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """What this algorithm carried from the round before."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """The weighted means of what its clients reported, over those that did."""
 
     def mean_step(self) -> Tensor:
         """Return −Σ p_i Δ_i/(αK) less the decay at x: the mean of the loss gradients along the clients' paths."""

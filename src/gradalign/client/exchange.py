@@ -70,6 +70,15 @@ class Broadcast:
         """Return a client's plan, given its gradient at x where that is written out. Nobody else makes plans."""
         return self.algorithm.plan({part.label: self.view(part.label, who, gradient) for part in self.algorithm.parts})
 
+    def facts(self, who: Participant, gradient: Tensor | None = None) -> dict[str, float]:
+        """Return what a client reports beside its update, by the part's label and the fact's name."""
+        return {
+            f"{part.label}.{name}": float(value)
+            for part in self.algorithm.parts
+            if part.reports
+            for name, value in part.facts(self.view(part.label, who, gradient)).items()
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:

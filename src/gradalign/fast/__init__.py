@@ -176,9 +176,18 @@ class Group:
             self._train_one(told, one, own, None if out is None else out[place])
             for place, (one, own) in enumerate(zip(who, examples, strict=True))
         ]
+        replies = self._with_facts(told, who, replies) if told.algorithm.reports else replies
         if not seen:
             return replies
         return [replace(r, examples=r.examples + sum(seen.get(c, 0) for c in r.clients)) for r in replies]
+
+    def _with_facts(self, told: Broadcast, who: Sequence[Participant], replies: list[Update]) -> list[Update]:
+        facts = {one.client: told.facts(one, self._gradient(one)) for one in who}
+
+        def of(reply: Update) -> dict[str, tuple[float, ...]]:
+            return {name: tuple(facts[client][name] for client in reply.clients) for name in facts[reply.clients[0]]}
+
+        return [replace(reply, facts=of(reply)) for reply in replies]
 
     def _own_gradients(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, int]:
         """Take the gradients at x that nobody has taken; return the examples that no gradient phase has counted."""
@@ -199,11 +208,13 @@ class Group:
 
     def _whole(self, plan: Plan, one: Participant) -> Plan:
         """Return the plan with g_i filled in where it leaves that open."""
+        return plan.written_out(self._gradient(one) if isinstance(plan.displacement, Blend) else None)
+
+    def _gradient(self, one: Participant) -> Tensor | None:
+        """Return g_i as a vector, None where it is not known."""
         own = self.cache.get(one.client)
-        if not isinstance(plan.displacement, Blend) or own is None:
-            return plan.written_out(None)
-        thin = self.lockstep if own.rows is not None else None
-        return plan.written_out(own.vector if thin is None else thin.factors.dense(own))
+        thin = self.lockstep if own is not None and own.rows is not None else None
+        return None if own is None else own.vector if thin is None else thin.factors.dense(own)
 
     def _train_together(
         self, told: Broadcast, who: Sequence[Participant], examples: Sequence[Examples], out: Sequence[Tensor] | None

@@ -119,6 +119,10 @@ class ClientRound:
     def plan(self) -> Plan:
         return self.told.plan(self.who, self.gradient).written_out(self.gradient)
 
+    def facts(self) -> dict[str, float]:
+        """Return what the algorithm has clients report, by the names it is sent under."""
+        return {f"{messages.FACT}{name}": value for name, value in self.told.facts(self.who, self.gradient).items()}
+
     def remember_gradient(self, gradient: Tensor) -> None:
         """Remember g_i, and x so that it is sent once, until this round's training."""
         tag, state = self._tag(self.order.round), self._context.state
@@ -278,6 +282,7 @@ class LocalRound:
         self._work.remember_update(update.cpu(), total_step_size)
         numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen}
         numbers[messages.TOTAL_STEP_SIZE] = total_step_size
+        numbers |= self._work.facts()
         answer = messages.reply(self._message, {"update": update, "floats": floats, "ints": ints}, numbers)
         unread = self._unread()
         if unread:

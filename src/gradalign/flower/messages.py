@@ -31,6 +31,7 @@ LOST, DIFFERS = "memory-lost", "memory-differs"  # a client lacks a vector that 
 EXAMPLES, SEEN = "num-examples", "examples-seen"
 UNREAD = "settings-unread"  # those that a training loop of the client's own did not look at
 TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"  # the old name is read, for older clients
+FACT = "fact."  # begins the names of what an algorithm has clients report
 PARTITION, PARTITIONS = "partition-id", "num-partitions"
 
 
@@ -220,11 +221,13 @@ def read_update(message: Message, point: Point, client: int, weight: float) -> U
     """Return Δ_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
     total = OLD_TOTAL_STEP_SIZE if OLD_TOTAL_STEP_SIZE in metrics else TOTAL_STEP_SIZE
+    facts = {name.removeprefix(FACT): (_number(metrics, name),) for name in metrics if name.startswith(FACT)}
     return Update(
         vector=_replied_vector(arrays, "update", point.x),
         floats=_replied_vector(arrays, "floats", point.floats),
         ints=_replied_vector(arrays, "ints", point.ints),
         **_of_one(client, weight, metrics),
+        facts=facts,
         steps=(int(_number(metrics, "steps")),),
         total_step_sizes=(_number(metrics, total),),
     )

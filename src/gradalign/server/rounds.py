@@ -46,6 +46,7 @@ class Sums:
         self.steps = self.examples = 0
         self.kept: dict[str, dict[int, Tensor]] = {}
         self.kept_change: dict[str, Tensor] = {}
+        self._facts: dict[str, list[float]] = {}
 
     @property
     def reported(self) -> int:
@@ -64,6 +65,15 @@ class Sums:
         self.weight += sum(reply.weights)
         self.loss += sum(weight * loss for weight, loss in zip(reply.weights, reply.losses, strict=True))
         self.examples += reply.examples
+        for name, values in reply.facts.items():
+            fact = self._facts.setdefault(name, [0.0, 0.0])
+            fact[0] += sum(weight * value for weight, value in zip(reply.weights, values, strict=True))
+            fact[1] += sum(reply.weights)
+
+    def facts(self, label: str) -> dict[str, float]:
+        """Return the means of what clients reported for the algorithm of this label, over those that did."""
+        own = {name: fact for name, fact in self._facts.items() if name.startswith(f"{label}.")}
+        return {name.removeprefix(f"{label}."): total / weight for name, (total, weight) in own.items()}
 
     def add_kept(self, label: str, client: int, old: Tensor | None, new: Tensor, weight: float) -> None:
         """Add a client's new k_i, given the old one."""
@@ -204,6 +214,7 @@ class _Round:
                 known=len(before | now),
                 new=len(now - before),
                 numbers=state.numbers.get(part.label, {}),
+                facts=sums.facts(part.label),
             )
             new = part.next_shared(state.shared.get(part.label), seen)
             if new is not None:

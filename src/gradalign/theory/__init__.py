@@ -14,6 +14,7 @@ from gradalign.tasks.task import Task
 from gradalign.theory import claims
 from gradalign.theory.check import Check
 from gradalign.theory.descent import descent
+from gradalign.theory.family import against_descent, family
 from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
 from gradalign.theory.whole import whole_rounds
 
@@ -29,6 +30,8 @@ _CLAIMS: tuple[Callable[[Problem], list[Check]], ...] = (
     claims.linear_scaling,
     claims.forms,
     claims.measuring_tools,
+    against_descent,
+    family,
     whole_rounds,
 )
 

@@ -22,7 +22,7 @@ STEPS = 5
 _ROUNDING = 1e-13
 
 
-def _order(
+def measured_order(
     problem: Problem, number: str, claim: str, symbol: str, predicted: float,
     start: float, remainder: Callable[[float], Tensor], note: str = "",
 ) -> Check:  # fmt: skip
@@ -85,7 +85,7 @@ def _theorem_1(problem: Problem, number: str, how: str, sequences: Sequences) ->
         return total
 
     claim = f"E[x_SGD − x_GD] + (Kα²/2)∇r_A, {how}"
-    return _order(problem, number, claim, "α", 3, 0.1 * problem.unit / length, remainder)
+    return measured_order(problem, number, claim, "α", 3, 0.1 * problem.unit / length, remainder)
 
 
 def theorem_1(problem: Problem) -> list[Check]:
@@ -116,8 +116,8 @@ def surrogate(problem: Problem) -> list[Check]:
 
     start = 0.1 * problem.unit / steps
     return [
-        _order(problem, "3a", "E[x_SGD] − K steps on f + (α/2)r_A", "α", 3, start, exact),
-        _order(problem, "3b", "E[x_SGD] − K steps of GradAlign, β = α/2", "α", 3, start, displaced),
+        measured_order(problem, "3a", "E[x_SGD] − K steps on f + (α/2)r_A", "α", 3, start, exact),
+        measured_order(problem, "3b", "E[x_SGD] − K steps of GradAlign, β = α/2", "α", 3, start, displaced),
     ]
 
 
@@ -135,7 +135,7 @@ def gradalign(problem: Problem) -> list[Check]:
         beta = problem.unit
         relative = float(remainder(beta).norm() / (lr * beta * slope).norm())
         return [limit("4", problem.name, claim, "relative size", relative, 1e-12, "zero: these gradients are linear")]
-    return [_order(problem, "4", claim, "β", 2, 0.05 * problem.unit, remainder)]
+    return [measured_order(problem, "4", claim, "β", 2, 0.05 * problem.unit, remainder)]
 
 
 def fedga(problem: Problem) -> list[Check]:
@@ -160,10 +160,12 @@ def fedga(problem: Problem) -> list[Check]:
     rest, term = remainder(lr, beta), 0.5 * lr**2 * beta * STEPS * (STEPS - 1) * bend
     gap, what = float((rest - term).norm() / rest.norm()), "5b is (α²βK(K−1)/2)·mean ∇²(½‖∇f_i‖²)(g_i − ḡ)"
     return [
-        _order(problem, "5a", f"{claim}, α = β", "α = β", 3, 0.1 * unit, lambda a: remainder(a, a)),
-        _order(problem, "5b", f"{claim}, α fixed", "β", 1, fixed / 64, lambda b: remainder(fixed, b), note=hidden),
+        measured_order(problem, "5a", f"{claim}, α = β", "α = β", 3, 0.1 * unit, lambda a: remainder(a, a)),
+        measured_order(
+            problem, "5b", f"{claim}, α fixed", "β", 1, fixed / 64, lambda b: remainder(fixed, b), note=hidden
+        ),
         # α² is counted in units of length, so that β = α² is a length too.
-        _order(problem, "5c", f"{claim}, β = α²", "α", 4, 0.1 * unit, lambda a: remainder(a, a * a / unit)),
+        measured_order(problem, "5c", f"{claim}, β = α²", "α", 4, 0.1 * unit, lambda a: remainder(a, a * a / unit)),
         limit("5d", problem.name, what, "relative gap", gap, 0.05),
     ]
 
@@ -184,8 +186,8 @@ def scaffold(problem: Problem) -> list[Check]:
 
     start = 0.1 * problem.unit / STEPS
     return [
-        _order(problem, "6", "x_SCAFFOLD − x_FedAvg + (α²K(K−1)/2)∇r", "α", 3, start, against_fedavg),
-        _order(problem, "10", "x_SCAFFOLD − x_FedGA, β = α(K−1)/2", "α", 3, start, against_fedga),
+        measured_order(problem, "6", "x_SCAFFOLD − x_FedAvg + (α²K(K−1)/2)∇r", "α", 3, start, against_fedavg),
+        measured_order(problem, "10", "x_SCAFFOLD − x_FedGA, β = α(K−1)/2", "α", 3, start, against_fedga),
     ]
 
 
@@ -200,8 +202,8 @@ def linear_scaling(problem: Problem) -> list[Check]:
 
     plain, aligned = "x − αΣ∇f_i(x) − E[x_SGD]: linear scaling", "x − αΣ∇f_i(x + E[v_i]) − E[x_SGD]: aligned"
     return [
-        _order(problem, "7a", plain, "α", 2, start, partial(gap, aligned=False)),
-        _order(problem, "7b", aligned, "α", 3, start, partial(gap, aligned=True)),
+        measured_order(problem, "7a", plain, "α", 2, start, partial(gap, aligned=False)),
+        measured_order(problem, "7b", aligned, "α", 3, start, partial(gap, aligned=True)),
     ]
 
 

@@ -271,10 +271,12 @@ class Problem:
             state, _ = play_round(made, engine, state)
         return state.point.x
 
-    def round(self, algorithm: Algorithm, x: Tensor, members: Sequence[int], *, lr: float, steps: int = 1) -> Tensor:
-        """Return the server's point after one round with these clients."""
+    def round(
+        self, algorithm: Algorithm, x: Tensor, members: Sequence[int], *, lr: float, steps: int = 1, rounds: int = 1
+    ) -> Tensor:
+        """Return the server's point after one round with these clients, or after some that share their memory."""
         task, engine = self._engine(tuple(members), steps)
-        return self.play(task, engine, algorithm, x, local=LocalTraining(lr=lr, steps=steps))
+        return self.play(task, engine, algorithm, x, rounds=rounds, local=LocalTraining(lr=lr, steps=steps))
 
     def rounds(self, algorithm: Algorithm, members: Sequence[int], *, lr: float, count: int) -> Tensor:
         """Return the server's point after ``count`` one-step rounds from x."""

@@ -1,0 +1,250 @@
+"""FedGA's one-trip forms and their neighbours: rounds by hand, what they cost, and where they coincide."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradalign as ga
+from conftest import Quadratics, vector
+from gradalign.algorithms.auto import beta_of, measured
+from gradalign.algorithms.plan import combine
+from gradalign.client.flat import FlatModel
+from gradalign.client.trainer import Setup
+from gradalign.engines.local import InProcessEngine
+from gradalign.server.federation import ServerState, make_federation
+from gradalign.server.rounds import play_round
+
+UNMEASURED = ga.Measure(test_every=0, train_every=0)
+
+
+def run(problem: Quadratics, algorithm, *, rounds: int, lr: float = 0.1, **options) -> ga.Result:
+    local = options.pop("local", ga.LocalTraining(lr=lr, steps=1))
+    return ga.run(problem.task(), algorithm, rounds=rounds, local=local, workers=0, measure=UNMEASURED, **options)
+
+
+def test_two_rounds_of_the_running_mean_by_hand():
+    """Unequal weights: s after round 1 is the weighted mean gradient; round 2 starts at x − β(s − g_i)."""
+    problem, lr, beta = Quadratics.make(3, examples=(1, 2, 5)), 0.1, 0.4
+    shares, x = np.array([1, 2, 5]) / 8, problem.start
+    own = [problem.gradient(i, x) for i in range(3)]
+    s = sum(p * g for p, g in zip(shares, own, strict=True))
+    x = x - lr * s
+    own = [problem.gradient(i, x) for i in range(3)]
+    moved = [problem.gradient(i, x - beta * (s - own[i])) for i in range(3)]
+    x = x - lr * sum(p * g for p, g in zip(shares, moved, strict=True))
+    found = run(problem, ga.FedGA(beta=beta, mean="running"), rounds=2, weights="examples")
+    assert vector(found).numpy() == pytest.approx(x, abs=1e-14)
+    assert found.history["beta"] == [None, 0.0, beta]
+
+
+def test_the_running_mean_is_corrected_for_its_start():
+    """With λ = 0.9 and constant gradients s is their mean after one round, not a tenth of it."""
+    problem = Quadratics.make(3)
+    flat = Quadratics([0 * a for a in problem.matrices], problem.centres, problem.start)
+    slopes = np.array([[1.0, 0.0, 2.0], [0.0, -1.0, 0.0], [3.0, 1.0, 1.0]])
+
+    def linear(model, batch):
+        return model.w @ batch[1].mT, None
+
+    clients = [(torch.zeros(1, 3, 3, dtype=torch.float64), torch.tensor(slope)[None]) for slope in slopes]
+    task = ga.Task(model=flat.task().model, clients=clients, predict=linear, loss=lambda values, _: values.mean())
+    federation, engine, state = server(task, ga.FedGA(beta=0.1, mean="running"), ga.LocalTraining(lr=0.5, steps=2))
+    for _ in range(3):
+        state, _ = play_round(federation, engine, state)
+        assert state.shared["fedga"].numpy() == pytest.approx(slopes.mean(axis=0), abs=1e-14)
+
+
+def server(task, algorithm, local):
+    made = make_federation(task, combine(algorithm), local, per_round=None, weights="uniform", dropout=0.0, seed=0)
+    engine = InProcessEngine(Setup(task=task, local=local, clients_per_round=made.per_round))
+    return made, engine, ServerState(point=FlatModel(task.make_model(0)).read())
+
+
+def test_at_a_point_that_stays_the_last_mean_is_the_fresh_one():
+    """λ = 0, everyone takes part, K = 1: s of a round at x is ḡ at x, so another round there is the fresh form's."""
+    problem, local = Quadratics.make(4), ga.LocalTraining(lr=0.1, steps=1)
+    federation, engine, start = server(problem.task(), ga.FedGA(beta=0.3, mean="running", decay=0.0), local)
+    after, _ = play_round(federation, engine, start)
+    again = ServerState(point=start.point, round=1, shared=after.shared, numbers=after.numbers)
+    running, _ = play_round(federation, engine, again)
+    fresh, _ = play_round(*server(problem.task(), ga.FedGA(beta=0.3), local))
+    plain, _ = play_round(*server(problem.task(), ga.FedAvg(), local))
+    assert torch.allclose(running.point.x, fresh.point.x, rtol=0, atol=1e-15)
+    assert not torch.allclose(plain.point.x, fresh.point.x, rtol=0, atol=1e-3)
+
+
+def test_a_mean_displacement_that_is_not_zero_does_not_move_the_server():
+    """Δ_i = y_K − y_0: with gradients that do not change, a displacement of all clients alike changes nothing."""
+    problem = Quadratics.make(4)
+    for matrix in problem.matrices[1:]:
+        matrix[:] = problem.matrices[0]  # one Hessian for all: r is constant, alignment has nothing to do
+    plain, aligned = (run(problem, a, rounds=1) for a in (ga.FedAvg(), ga.FedGA(beta=0.5)))
+    assert vector(aligned).numpy() == pytest.approx(vector(plain).numpy(), abs=1e-14)
+
+
+def test_kept_gradients_by_hand_and_a_client_never_seen_is_not_displaced():
+    """Two of three clients a round, weight decay: k_i = −Δ_i/(αK) − wd·x; s is the mean over those seen."""
+    problem, lr, beta, wd = Quadratics.make(3), 0.1, 0.4, 0.05
+    local = ga.LocalTraining(lr=lr, steps=1, weight_decay=wd)
+    options = {"clients_per_round": 2, "local": local, "seed": 1}
+    federation = make_federation(
+        problem.task(), combine(ga.FedAvg()), local, per_round=2, weights="uniform", dropout=0.0, seed=1
+    )
+    x, kept = problem.start, {}
+    newcomers = 0
+    for number in range(4):
+        moves = {}
+        mean = sum(kept.values()) / len(kept) if kept else None
+        for i in federation.sample(number):
+            newcomers += i not in kept and mean is not None
+            start = x - beta * (mean - kept[i]) if i in kept else x
+            moves[i] = -lr * (problem.gradient(i, start) + wd * start)
+        kept |= {i: -move / lr - wd * x for i, move in moves.items()}
+        x = x + sum(moves.values()) / 2
+    assert newcomers, "a client joined later"
+    found = run(problem, ga.FedGA(beta=beta, mean="kept"), rounds=4, **options)
+    assert vector(found).numpy() == pytest.approx(x, abs=1e-13)
+
+
+@given(
+    st.sampled_from(["fresh", "running", "kept"]),
+    st.integers(0, 3),
+    st.sampled_from(["uniform", "examples"]),
+    st.sampled_from([0.0, 0.4]),
+)
+def test_without_beta_every_form_is_fedavg_to_the_bit(mean, seed, weights, dropout):
+    problem = Quadratics.make(4, seed, examples=(3, 1, 4, 2))
+    local = ga.LocalTraining(lr=0.1, steps=3, batch_size=2, weight_decay=0.01)
+    options = {"rounds": 3, "clients_per_round": 3, "local": local, "weights": weights, "dropout": dropout}
+    plain, aligned = (run(problem, a, seed=seed, **options) for a in (ga.FedAvg(), ga.FedGA(beta=0.0, mean=mean)))
+    assert torch.equal(vector(plain), vector(aligned))
+    for name in ("communication_rounds", "examples", "bytes_down"):
+        assert plain.history[name] == aligned.history[name]
+
+
+def test_what_each_form_costs():
+    """Three rounds with four clients of three numbers in float64: 24 bytes a vector."""
+    problem, vectors = Quadratics.make(4, examples=(2, 2, 2, 2)), 4 * 24
+
+    def cost(algorithm) -> tuple[int, int, int, int]:
+        last = run(problem, algorithm, rounds=3).summary
+        names = ("communication_rounds", "bytes_down", "bytes_up", "examples")
+        down, up = last["bytes_down"] / vectors, last["bytes_up"] / vectors
+        return last[names[0]], down, up, last[names[3]]
+
+    assert cost(ga.FedAvg()) == (3, 3, 3, 24)
+    assert cost(ga.FedGA(beta=0.1)) == (6, 6, 6, 48)
+    # In the first round there is no mean yet: nothing is sent, no gradient is taken.
+    assert cost(ga.FedGA(beta=0.1, mean="running")) == (3, 5, 3, 40)
+    assert cost(ga.FedGA(beta=0.1, mean="running", gradient_every=2)) == (3, 4, 3, 32)
+    assert cost(ga.FedGA(beta=0.1, gradient_every=2)) == (5, 5, 5, 40)
+    assert cost(ga.FedGA(beta=0.1, mean="kept")) == (3, 5, 6, 24)
+    assert cost(ga.FedInit()) == (3, 3, 3, 24)
+    assert cost(ga.FedSAM()) == (3, 3, 3, 48)
+    assert cost(ga.FedLESAM()) == cost(ga.FedCM()) == (3, 5, 3, 24)
+
+
+@pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
+def test_a_beta_that_sets_itself_by_hand(mean):
+    """β = min(ρ/d, αK), d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal, K = 1."""
+    problem, lr, rho, decay = Quadratics.make(3, examples=(1, 2, 5)), 0.3, 0.2, 0.8
+    shares, x, kept = np.array([1, 2, 5]) / 8, problem.start, None
+    means, squares, betas = [], [], []
+    for number in range(5):
+        ages = decay ** np.arange(len(means))
+        own = kept if mean == "kept" else [problem.gradient(i, x) for i in range(3)]
+        if mean == "fresh":
+            s = sum(p * g for p, g in zip(shares, own, strict=True))
+        elif number:
+            s = (ages[:, None] * np.array(means)[::-1]).sum(axis=0) / ages.sum() if mean == "running" else means[-1]
+        known = mean == "fresh" or number > 0
+        past = decay ** np.arange(len(squares))
+        apart = np.sqrt((past * np.array(squares)[::-1]).sum() / past.sum()) if squares else np.inf
+        beta = min(rho / apart, lr) if known and squares else 0.0
+        moves = []
+        for i in range(3):
+            start = x - beta * (s - own[i]) if beta else x
+            moves.append(-lr * problem.gradient(i, start))
+        if known:
+            squares.append(sum(p * ((g - s) ** 2).sum() for p, g in zip(shares, own, strict=True)))
+        kept = [-move / lr for move in moves]
+        update = sum(p * move for p, move in zip(shares, moves, strict=True))
+        # Kept: s moves by (|S|/N) Σ p_i (k_i⁺ − k_i) of three among three, so it is the weighted mean.
+        means.append(-update / lr)
+        x = x + update
+        betas.append(beta)
+    assert 0.0 < min(betas[2:]) < lr, "the length decides in some rounds"
+    algorithm = ga.FedGA(beta="auto", length=rho, decay=decay, mean=mean)
+    found = run(problem, algorithm, rounds=5, lr=lr, weights="examples")
+    assert found.history["beta"][1:] == pytest.approx(betas, abs=1e-14)
+    assert vector(found).numpy() == pytest.approx(x, abs=1e-13)
+
+
+@pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
+def test_equal_clients_leave_a_beta_that_sets_itself_finite_and_the_run_fedavg_s(mean):
+    one = Quadratics.make(1)
+    same = Quadratics(one.matrices * 4, one.centres * 4, one.start)
+    plain, aligned = (run(same, a, rounds=6) for a in (ga.FedAvg(), ga.FedGA(beta="auto", mean=mean)))
+    assert all(beta <= 0.1 for beta in aligned.history["beta"][1:])
+    if mean == "fresh":
+        assert vector(aligned).numpy() == pytest.approx(vector(plain).numpy(), abs=1e-15)
+    flat = Quadratics([np.zeros((1, 3, 3))] * 3, [np.zeros((1, 3))] * 3, np.ones(3))
+    assert vector(run(flat, ga.FedGA(beta="auto", mean=mean), rounds=4)).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_distance_that_is_not_finite_teaches_nothing():
+    known = measured({}, 4.0, 0.5, 0.9)
+    assert beta_of(0.3, known) == 0.15
+    assert measured(known, float("inf"), 0.5, 0.9) == measured(known, float("nan"), 0.5, 0.9) == known
+    assert beta_of(0.3, {}) == 0.0
+    assert beta_of(0.3, measured({}, 1e-300, 0.5, 0.9)) == 0.5
+
+
+def test_a_length_may_follow_the_rounds_and_rests_cost_one_trip():
+    late = ga.FedGA(beta="auto", length=ga.OffUntil(value=0.2, round=2))
+    found = run(Quadratics.make(4), late, rounds=4)
+    assert found.history["communication_rounds"] == [0, 1, 2, 4, 6]
+    assert found.history["beta"][1:4] == [0.0, 0.0, 0.0]
+    assert found.history["beta"][4] > 0.0
+
+
+def test_some_examples_are_enough_for_a_client_s_own_gradient():
+    problem = Quadratics.make(3, examples=(4, 5, 6))
+    local = ga.LocalTraining(lr=0.1, steps=2, batch_size=2, gradient_examples=3)
+    found = run(problem, ga.FedGA(beta=0.1, mean="running"), rounds=2, local=local)
+    assert found.history["examples"] == [0, 12, 12 + 12 + 9]
+
+
+def test_zero_gradients_and_a_server_that_stands_still_displace_nobody():
+    flat = Quadratics([np.zeros((1, 3, 3))] * 2, [np.zeros((1, 3))] * 2, np.ones(3))
+    for algorithm in (ga.FedSAM(rho=1.0), ga.FedLESAM(rho=1.0), ga.FedCM(), ga.FedInit(beta=1.0)):
+        assert vector(run(flat, algorithm, rounds=3)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (
+            lambda: ga.FedGA(beta=0.1, mean="stale"),
+            'algorithm.mean must be "fresh" or "running" or "kept", got "stale"',
+        ),
+        (lambda: ga.FedGA(beta="much"), 'algorithm.beta must be a number, a schedule or "auto", got "much"'),
+        (lambda: ga.FedGA(beta="auto", length=-1.0), "algorithm.length must be at least 0"),
+        (lambda: ga.FedGA(beta=ga.Warmup(value=1.0, rounds=3), length=0.1), 'algorithm.length is for beta = "auto"'),
+        (lambda: ga.FedGA(beta=0.1, decay=1.0), "algorithm.decay must be"),
+        (lambda: ga.FedGA(beta=0.1, decay=float("nan")), "algorithm.decay must be"),
+        (lambda: ga.FedGA(beta=0.1, gradient_every=0), "algorithm.gradient_every must be"),
+        (lambda: ga.FedInit(beta=-1.0), "algorithm.beta must be at least 0"),
+        (lambda: ga.FedSAM(rho=0.0), "algorithm.rho must be greater than 0"),
+        (lambda: ga.FedLESAM(rho=float("inf")), "algorithm.rho must be a finite number"),
+        (lambda: ga.FedCM(alpha=0.0), "algorithm.alpha must be greater than 0"),
+        (lambda: ga.FedCM(alpha=1.5), "algorithm.alpha must be"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(make, problem):
+    with pytest.raises(ga.GradalignError, match="^" + problem.replace(".", r"\.")):
+        make()
