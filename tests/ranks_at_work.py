@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -108,7 +109,12 @@ def run_of_everything(engine: str | None = None) -> ga.Result:
     algorithm = ga.FedGA(beta=0.1) + ga.FedProx(mu=0.1) + ga.Scaffold(control="kept") + ga.FedAdam(lr=0.05)
     workers = 0 if engine == "local" else None
     local = ga.LocalTraining(lr=0.1, steps=3, batch_size=8)
-    return ga.run(blobs(), algorithm, rounds=3, clients_per_round=5, local=local, engine=engine, workers=workers)
+    task = blobs()
+    own = [None, *task.clients[1:]]
+    task = replace(task, client_tests=own, metrics={"widest": lambda outputs, targets: (outputs.T - targets).max()})
+    measure = ga.Measure(personalized=True, clients_every=2)
+    options = {"rounds": 3, "clients_per_round": 5, "engine": engine, "workers": workers, "measure": measure}
+    return ga.run(task, algorithm, local=local, **options)
 
 
 def run_with_silent_clients(engine: str | None = None) -> ga.Result:
@@ -188,6 +194,8 @@ def main(folder: Path) -> None:
         "ends": ends,
         "run": vector(result),
         "test accuracy": result.history["test_accuracy"],
+        "widest": result.history["test_widest"],
+        "clients": [asdict(one) for one in (*result.clients, *result.personalized)],
         "silent": vector(run_with_silent_clients()),
         "one trip": vector(run_in_one_trip()),
         "skips": skips_together(),

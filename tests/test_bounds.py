@@ -150,8 +150,8 @@ def test_choices_of_rows_by_hand():
 
 
 def test_what_a_scale_keeps_of_a_partition():
-    """A share of the clients, at least two; a share of each one's rows, rounded up."""
-    labels = np.arange(40) % 4
+    """A share of the clients, at least two; a share of each one's rows, rounded up, and one of each class at least."""
+    labels = np.arange(40) // 20
     whole = partition.iid(labels, 8, 0)
     kept = Division(partition="iid", clients=8, client_share=0.5, data_share=0.5).subset(whole, labels, 0)
     assert len(kept) == 4

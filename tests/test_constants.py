@@ -70,6 +70,14 @@ def test_defaults_of_measuring():
         "test_every": None,
         "train_every": None,
         "train_clients": 50,
+        "clients_every": None,
+        "test_clients": 1000,
+        "personalized": False,
+        "metrics": (),
+        "monitor": None,
+        "mode": None,
+        "early_stopping": None,
+        "keep_best": False,
         "target_accuracy": None,
     }
 

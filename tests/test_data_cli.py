@@ -52,6 +52,14 @@ def test_data_get_downloads_into_the_data_folder(server, tmp_path, monkeypatch):
     assert server.asked == 1
     call("data", "get", "emnist")
     assert server.asked == 1
+    call("data", "get", "emnist", "--data-dir", "new/folder")
+    assert Path("new/folder/EMNIST/raw/emnist-balanced-train-images-idx3-ubyte.gz").is_file()
+    assert "does not exist" in call("data", "--data-dir", "nowhere", code=2).stderr
+    server.content = b"altered"
+    call("data", "get", "emnist", "--data-dir", "other", code=2)
+    assert not Path("other").exists()
+    Path("file").touch()
+    assert "is no folder" in call("data", "get", "emnist", "--data-dir", "file", code=2).stderr
 
 
 def _small_archive(server, tmp_path):  # noqa: F811

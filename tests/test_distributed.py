@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,9 @@ def test_the_runner_gives_every_rank_the_local_engines_bits(reports):
     for report in reports:
         assert torch.equal(report["run"], vector(expected))
         assert report["test accuracy"] == expected.history["test_accuracy"]
+        assert report["widest"] == expected.history["test_widest"]
+        assert report["clients"] == [asdict(one) for one in (*expected.clients, *expected.personalized)]
+    assert [one.client for one in expected.clients] == [1, 2, 3, 4, 5]
 
 
 def test_ranks_with_uneven_shares_of_the_training_give_the_local_engines_bits(reports):

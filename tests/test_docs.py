@@ -20,7 +20,8 @@ import gradalign as ga
 import gradalign.flower
 from gradalign.cli.app import app
 from gradalign.recipes.build import build_federation
-from gradalign.recipes.spec import CompareSpec, TrackingSpec, validate
+from gradalign.recipes.spec import CompareSpec, validate
+from gradalign.recipes.tracking import TrackingSpec
 from test_cli import call
 
 ROOT = Path(__file__).parent.parent
@@ -185,3 +186,15 @@ def test_links_of_the_repositorys_pages_lead_somewhere(page, site):
         if to.fragment and target.parent == ROOT / "docs":
             built = root / ("index.html" if target.stem == "index" else f"{target.stem}/index.html")
             assert to.fragment in site[built].places, link
+
+
+def test_the_examples_of_the_page_on_results(capsys):
+    page = (ROOT / "docs/results-and-metrics.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"```(\w+)\n(.*?)```", page, flags=re.DOTALL))
+    exec(compile(blocks["python"], "docs/results-and-metrics.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("<Result: fedavg, ")
+    assert all(0.0 <= float(number) <= 1.0 for number in (said[1] + " " + said[2]).split())
+    spec = validate(tomllib.loads(blocks["toml"]), "docs/results-and-metrics.md")
+    assert list(build_federation(spec).task.metrics) == ["f1", "auc"]
+    assert spec.measure.early_stopping.patience == 5

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.compare import choose_target
+from gradalign.comparison import choose_target
 from gradalign.server.measure import rounds_to
 
 LOCAL = ga.LocalTraining(lr=0.3, steps=2, batch_size=20)

@@ -13,7 +13,8 @@ EXTRAS = PYPROJECT["optional-dependencies"]
 NAMES = {"tomli-w": "tomli_w"}  # the others are imported by the name they are installed by
 OPTIONAL = [
     *("safetensors", "tomli_w", "pydantic", "typer", "rich", "requests", "matplotlib"),
-    *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn"),
+    *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn", "pandas", "torchmetrics"),
+    "pyarrow",
 ]
 
 BARE = f"""
@@ -51,7 +52,7 @@ def packages(extra: str) -> set[str]:
 def test_what_is_required_is_torch_and_numpy():
     assert {name.split(">")[0] for name in PYPROJECT["dependencies"]} == {"torch", "numpy"}
     assert packages("runs") < packages("recipes") < packages("cli") < packages("all")
-    assert packages("all") == packages("cli") | packages("report") | packages("sweep")
+    assert packages("all") == packages("cli") | packages("report") | packages("sweep") | packages("tables")
 
 
 def test_torch_and_numpy_serve_the_optimizer_and_a_run_without_a_folder(tmp_path):
@@ -70,10 +71,13 @@ print(result.summary["rounds"])
 
 CALLS = {
     "runs": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, out='r')",
-    "cli": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, progress=True)",
+    "metrics": "ga.run(task, ga.FedAvg(), rounds=1, workers=0, measure=ga.Measure(metrics=['f1']))",
+    "frames": "ga.run(task, ga.FedAvg(), rounds=1, workers=0).to_frame()",
+    "plots": "ga.run(task, ga.FedAvg(), rounds=1, workers=0).plot()",
     "tensorboard": "ga.TensorBoard()",
     "wandb": "ga.WeightsAndBiases()",
     "flower": "ga.run(task, ga.FedAvg(), rounds=1, engine='flower')",
+    "tables": "ga.table_task('t.csv', 'y', 'who')",
     "recipes": "import gradalign.recipes; gradalign.recipes.load_recipe('digits')",
     "report": "from gradalign.report import write_report; write_report([], 'page.html')",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -70,37 +71,58 @@ def wait_for(condition, what: str, seconds: float = 150.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_node_killed_between_the_phases_and_one_without_a_key(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    """A SuperLink and three SuperNodes, and how long they took to start; the second test kills one of them."""
+    source = str(Path(ga.__file__).parents[1])
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]))
+        with load_deploy().Deployment(tmp_path_factory.mktemp("flower") / "d") as made:
+            yield made, time.monotonic() - begin
+
+
+def test_flowers_quickstart_with_fedga(deployment):
+    """The app of three changed lines: all train, two evaluate, and their metrics are told."""
+    running, _ = deployment
+    run = running.run(EXAMPLE / "one-trip", **{"num-server-rounds": 1, "fraction-evaluate": 0.1})
+    wait_for(lambda: run.poll() is not None, "the run did not end")
+    said = running.log("run")
+    assert run.returncode == 0, said
+    assert said.count("aggregate_train: Received 3 results and 0 failures") == 1, said
+    assert said.count("aggregate_evaluate: Received 2 results and 0 failures") == 1, said
+    assert re.search(r"1: \{'train_loss': '[12]\.", said)
+    assert re.search(r"accuracy at the clients: 0\.\d+", said)
+
+
+def test_a_node_killed_between_the_phases_and_one_without_a_key(deployment):
     """Client 2 sends its gradient and is killed; a node with a key that nobody enrolled never gets in.
 
     What the server then has must be what the formula gives: ḡ over all three and the average over the other two in
     round 1, the other two alone in round 2. To the last bit, through TLS and processes.
     """
-    source = str(Path(ga.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]))
-    begin = time.monotonic()
-    with load_deploy().Deployment(tmp_path / "d") as deployment:
-        # The server waits this long for the dead client: long enough for this machine, as busy as it is, to start the
-        # other clients' processes. It has just started as many.
-        seconds = min(45.0, max(20.0, 3.0 * (time.monotonic() - begin)))
-        intruder = deployment.start_node(3, enrol=False)
-        run = deployment.run(**{"num-server-rounds": 2, "connect-seconds": 150.0, "train-seconds": seconds})
+    running, started = deployment
+    # The server waits this long for the dead client: long enough for this machine, as busy as it is, to start the
+    # other clients' processes. It has just started as many.
+    seconds, earlier = min(45.0, max(20.0, 3.0 * started)), len(running.log("node2"))
+    intruder = running.start_node(3, enrol=False)
+    run = running.run(**{"num-server-rounds": 2, "connect-seconds": 150.0, "train-seconds": seconds})
 
-        def sent_its_gradient() -> bool:
-            assert run.poll() is None, deployment.log("run")
-            log = deployment.log("node2")
-            return "Sent successfully" in log[log.find("Sending: train.gradient") :] and "Sending: train.grad" in log
+    def sent_its_gradient() -> bool:
+        assert run.poll() is None, running.log("run")
+        log = running.log("node2")[earlier:]
+        return "Sent successfully" in log[log.find("Sending: train.gradient") :] and "Sending: train.grad" in log
 
-        wait_for(sent_its_gradient, "client 2 never sent its gradient")
-        deployment.kill("node2")
-        assert "Sending: train message" not in deployment.log("node2")
-        wait_for(lambda: run.poll() is not None, "the run did not end")
-        assert intruder.wait(timeout=30) != 0
-        assert "Failed to activate SuperNode" in deployment.log("node3")
-        said = deployment.log("run")
+    wait_for(sent_its_gradient, "client 2 never sent its gradient")
+    running.kill("node2")
+    assert "Sending: train message" not in running.log("node2")[earlier:]
+    wait_for(lambda: run.poll() is not None, "the run did not end")
+    assert intruder.wait(timeout=30) != 0
+    assert "Failed to activate SuperNode" in running.log("node3")
+    said = running.log("run")
     assert "round 1, training phase: client 2 is left out: " in said, said
-    rows = read_metrics(tmp_path / "d" / "run")
+    rows = read_metrics(running.folder / "run")
     assert [row["reported"] for row in rows] == [None, 2, 2], said
     assert [row["failed"] for row in rows] == [None, 1, 1]
-    stored, expected = load_file(tmp_path / "d" / "run" / "model.safetensors"), formula(2, gone=2)
+    stored, expected = load_file(running.folder / "run" / "model.safetensors"), formula(2, gone=2)
     assert all((stored[name] == value).all() for name, value in expected.items())

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gradalign as ga
-from gradalign.compare import plan_comparison
+from gradalign.comparison import plan_comparison
 from gradalign.recipes import load_recipe
 from gradalign.runs import output_folder, readable_name, safe_name
 

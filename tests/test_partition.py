@@ -158,12 +158,17 @@ def test_even_choice_is_as_balanced_as_can_be(case, count):
 
 def test_shares_keep_some_clients_and_some_of_their_examples():
     labels = np.repeat(np.arange(10), 20)
-    division = Division(partition="separate", clients=5, classes_per_client=2, client_share=0.4, data_share=0.25)
+    division = Division(partition="classes", clients=10, classes_per_client=2, client_share=0.2, data_share=0.25)
     whole = division.divide(labels, 3)
     kept = division.subset(whole, labels, 3)
-    assert [len(part) for part in kept] == [10, 10]
+    assert {len(part) for part in kept} == {5}, "a quarter of two halves of a class"
     assert all(any(set(part) <= set(full) for full in whole) for part in kept)
-    assert all(np.bincount(labels[part]).max() == 5 for part in kept), "both classes are kept alike"
+    assert set(labels[np.concatenate(kept)]) == set(range(10)), "every class has somebody"
+    assert 5 <= len(kept) < 10, "but nobody is there for nothing"
+    few = Division(partition="separate", clients=5, classes_per_client=2, client_share=0.4, data_share=0.001)
+    kept = few.subset(few.divide(labels, 3), labels, 3)
+    assert [np.unique(labels[part]).size for part in kept] == [2] * 5, "one of each class of theirs"
+    assert [len(part) for part in kept] == [2] * 5
     assert division.describe(5, 2)["kept"] == "scaled to 2 of 5 clients with 25 % of their examples"
 
 

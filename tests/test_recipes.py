@@ -13,11 +13,11 @@ import gradalign as ga
 from gradalign.errors import GradalignError
 from gradalign.recipes import load_recipe, shipped_recipes
 from gradalign.recipes.build import build_algorithm
-from gradalign.recipes.scale import apply_scale
+from gradalign.recipes.scale import apply_scale, lay_settings
 from gradalign.recipes.spec import validate
 from test_cli import call
 
-PAPERS = [name for name in shipped_recipes() if name != "digits"]
+PAPERS = [name for name in shipped_recipes() if name not in ("digits", "table")]
 EXPERIMENTS = {
     "emnist-iid",
     "emnist-heterogeneous",
@@ -59,8 +59,9 @@ def test_every_recipe_runs_and_says_at_what_scale(name):
     full = load_recipe(name).spec()
     assert summary["rounds"] == max(1, round(0.0002 * full.rounds))
     assert summary["scale"].startswith(f"{summary['rounds']:,} of {full.rounds:,} rounds")
-    assert "50 % of their examples" in summary["scale"]
-    assert summary["paper"]["source"] == full.paper.source
+    assert "50 % of each client's examples" in summary["scale"]
+    assert (summary["paper"]["source"], summary["paper"]["test_accuracy"]) == (full.paper.source, None)
+    assert "its numbers are left out" in " ".join(out.split())
     assert summary["task"]["train_examples"] > 0
     assert summary["final_test_accuracy"] is not None
     assert "paper" in call("show", "r").stdout
@@ -74,10 +75,12 @@ def test_a_scaled_runs_spec_gives_the_same_run_again():
 
 
 def test_comparisons_show_the_papers_numbers_beside_theirs():
-    words = ("compare", "emnist-heterogeneous", *TINY, *FAST, "--set", "scale.rounds=0.0006", "--seeds", 1)
+    words = ("compare", "emnist-heterogeneous", *FAST, "--set", "scale.rounds=0.0006", "--seeds", 1, "--workers", 0)
+    words = (*words, "--set", "measure.train_every=0")
     table = call(*words, "--out", "c").stdout
     assert "85.95 ± 0.56" in table
-    assert "scale: 1 of 1,500 rounds" in table
+    assert "scaled to 1 of 1,500 rounds" in " ".join(table.split())
+    assert "85.95" in Path("c/report.html").read_text()
     summary = json.loads(Path("c/summary.json").read_text())
     assert {row["name"]: row["paper_test_accuracy"] for row in summary["algorithms"]} == {
         "fedga": [85.95, 0.56],
@@ -117,6 +120,47 @@ def test_a_comparison_says_on_what_terms_it_is():
     assert "compare: equal: must be 'communication' or 'updates', got 'money'" in wrong
 
 
+@pytest.mark.parametrize(
+    ("recipe", "settings", "clients", "scaled"),
+    [
+        ("emnist-heterogeneous", ["scale=0.1"], [47], "scaled to 10 % of each client's examples"),
+        (
+            "emnist-iid",
+            ["scale=0.5"],
+            range(24, 47),  # half, and with four examples each a few more to have every class
+            "scaled to 5 instead of 10 clients a round, 50 % of the clients, 50 % of each",
+        ),
+        ("emnist-iid", ["task.train_limit=94", "clients.per_round=2"], [47], ""),
+    ],
+)
+def test_a_smaller_problem_keeps_its_classes_and_has_no_number_of_the_papers_beside_it(
+    recipe, settings, clients, scaled
+):
+    words = [word for setting in (*settings, "rounds=1", "measure.train_every=0") for word in ("--set", setting)]
+    once = ("--algorithms", "fedavg", "--seeds", 1, "--workers", 0)
+    table = " ".join(call("compare", recipe, *words, *FAST, *once, "--out", "c").stdout.split())
+    summary = json.loads(Path("c/summary.json").read_text())
+    task = summary["task"]
+    assert task["clients"] in clients
+    assert (task["test_examples"], "classes" in task) == (47, False)
+    held = json.loads(Path("c/fedavg/seed0/holdings.json").read_text())
+    assert len(held["names"]) == 47
+    assert all(map(sum, zip(*held["counts"], strict=True))), "somebody has each of the 47 classes"
+    assert summary["rounds"] == 2, (
+        "a given number is meant so: FedAvg's two rounds spend what FedGA's one does"
+    )
+    assert scaled in table
+    assert "its numbers are left out here" in table
+    assert "paper, %" not in table
+    assert summary["algorithms"][0]["paper_test_accuracy"] is None
+    page = Path("c/report.html").read_text()
+    assert "its numbers are left out here" in page
+    assert "ours − paper" not in page
+    # Its spec, run again, is no more the paper's problem than it was.
+    call("run", "c/fedavg/seed0/spec.toml", "--workers", 0, "--out", "again")
+    assert json.loads(Path("again/summary.json").read_text())["paper"]["test_accuracy"] is None
+
+
 def test_comparisons_draw_the_curves_a_recipe_asks_for():
     call("compare", "drift-cifar100", *TINY, *FAST, "--seeds", 1, "--algorithms", "fedga", "--out", "c")
     assert Path("c/curves.png").read_bytes().startswith(b"\x89PNG")
@@ -140,16 +184,25 @@ def test_a_scale_works_on_rounds_clients_data_and_batches():
         "local": {"batch_size": 240},
         "measure": {"train_every": 50, "test_every": 0},
     }
+    whole = validate(apply_scale(data | {"scale": 0.1}, "r"), "r")
+    assert (whole.clients.per_round, whole.local.batch_size) == (10, 24), "one class each: nobody can go"
+    data["task"]["partition"] = "iid"
     spec = validate(apply_scale(data | {"scale": 0.1}, "r"), "r")
     assert (spec.rounds, spec.clients.per_round, spec.local.batch_size) == (100, 2, 24)
-    assert spec.task.options() == {"client_share": 0.1, "data_share": 0.1}
+    assert spec.task.options() == {"partition": "iid", "client_share": 0.1, "data_share": 0.1}
     assert (spec.measure.train_every, spec.measure.test_every) == (5, 0)
     assert (spec.full_size.rounds, spec.full_size.per_round) == (1000, 10)
     only_rounds = validate(apply_scale(data | {"scale": {"rounds": 0.5}}, "r"), "r")
     assert only_rounds.rounds == 500
-    assert only_rounds.task.options() == {}
+    assert only_rounds.task.options() == {"partition": "iid"}
     assert only_rounds.local.batch_size == 240
     assert apply_scale(data, "r") == data
+    own = lay_settings(data | {"scale": 0.1}, {"rounds": 30, "clients": {"per_round": 7}, "local": {"batch_size": 99}})
+    exact = validate(apply_scale(own, "r"), "r")
+    assert (exact.rounds, exact.clients.per_round, exact.local.batch_size) == (30, 7, 99)
+    assert (exact.measure.train_every, exact.task.options()["data_share"]) == (50, 0.1)
+    table = validate(apply_scale({"rounds": 50, "task": {"name": "table"}, "scale": 0.1}, "r"), "r")
+    assert (table.rounds, table.task.options()) == (5, {}), "a table has no shares"
     for rounds in (0, True, 2.5, "many"):
         with pytest.raises(GradalignError, match=r"^r: rounds: must be"):
             apply_scale(data | {"rounds": rounds, "scale": 0.1}, "r")

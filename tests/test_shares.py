@@ -120,7 +120,8 @@ def test_a_recipe_gives_shares(tmp_path):
         (["scale.rounds=0.25"], 10),
         (["rounds=80"], 80),
         (["rounds=7"], 7),
-        (["rounds=80", "scale.rounds=0.1"], 8),
+        (["rounds=80", "scale.rounds=0.1"], 80),
+        (["rounds=80", "scale=0.1"], 80),
         ([], 40),
     ],
 )
@@ -176,7 +177,7 @@ def test_an_override_that_places_the_schedule_is_obeyed(tmp_path, settings, ends
 
 
 def test_the_command_line_ends_where_the_cosine_says(tmp_path):
-    short = ("--set", "rounds=8", "--set", "scale.rounds=0.5", "--seeds", 1, "--workers", 0)
+    short = ("--set", "scale.rounds=0.1", "--seeds", 1, "--workers", 0)
     call("compare", write(tmp_path), "--algorithms", "fedga,fedavg", *short, "--out", tmp_path / "c")
     for name, rounds in (("fedga", 4), ("fedavg", 7)):  # FedGA aligns in the last three of four
         rows = read_metrics(tmp_path / "c" / name / "seed0")[1:]

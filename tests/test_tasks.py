@@ -136,17 +136,20 @@ def test_default_partitions_are_the_papers(small_data):
     assert len(build_task("cifar10", seed=0).clients) == 10
 
 
-def test_scaled_clients_keep_their_classes_and_the_test_set_follows(small_data):
+def test_scaled_clients_keep_their_classes_and_all_of_the_test_set(small_data):
     task = build_task("emnist", seed=3, options={"client_share": 0.1, "data_share": 0.5})
-    assert len(task.clients) == 5
+    assert len(task.clients) == 47
+    assert task.describe()["train_examples"] == 94
+    assert len(task.test_examples) == 47
+    assert "scaled to 47 of 47 clients with 50 %" in task.facts["kept"]
+    task = build_task("emnist", seed=3, options={"clients": 5, "partition": "separate"})
     labels = task.clients.tensors[1]
     held = {int(label) for i in range(5) for label in labels[task.client(i).rows]}
     test = task.test_examples
     _, targets = test.batch(torch.arange(len(test)))
     assert set(targets.tolist()) <= held
     assert task.facts["classes"] == "5 of 47 classes"
-    assert task.describe()["train_examples"] == 10
-    assert "scaled to 5 of 47 clients with 50 %" in task.facts["kept"]
+    assert task.describe()["train_examples"] == 20
 
 
 def test_scaled_shakespeare_is_tested_on_its_own_roles(small_data):
@@ -188,12 +191,12 @@ def test_tasks_are_described_without_data(tmp_path, monkeypatch):
 
     monkeypatch.setenv("GRADALIGN_DATA", str(tmp_path))
     described = {task["name"]: task["description"] for task in describe_tasks()}
-    assert list(described) == list(TASKS) == ["digits", "emnist", "cifar10", "cifar100", "shakespeare"]
+    assert list(described) == list(TASKS) == ["digits", "emnist", "cifar10", "cifar100", "shakespeare", "table"]
     assert all(len(text) > 20 and "\n" not in text for text in described.values())
 
 
 def test_settings_of_the_division_are_listed_once_and_belong_to_every_task():
-    settings = {name: inspect.signature(make).parameters for name, make in TASKS.items()}
+    settings = {name: inspect.signature(make).parameters for name, make in TASKS.items() if name != "table"}
     shared = {field.name for field in fields(Division)}
     for name, known in settings.items():
         assert shared - set(known) == ({"classes_per_client"} if name == "shakespeare" else set())

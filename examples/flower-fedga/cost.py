@@ -19,6 +19,7 @@ ALGORITHMS = {
     "FedAvg": ga.FedAvg(),
     "FedProx": ga.FedProx(mu=0.1),
     "FedGA": ga.FedGA(beta=0.4),
+    "FedGA in one trip": ga.FedGA(beta=0.4, mean="running"),
     "SCAFFOLD, fresh gradients": ga.Scaffold(),
     "SCAFFOLD, option II": ga.Scaffold(control="kept"),
     "FedDyn": ga.FedDyn(alpha=0.1),

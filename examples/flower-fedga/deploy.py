@@ -2,6 +2,7 @@
 
     python deploy.py                 # three SuperNodes, ten rounds
     python deploy.py --intruder      # a fourth one whose key nobody enrolled: it is refused
+    python deploy.py --app one-trip  # Flower's quickstart with FedGA
 
 Everything it makes (certificates, keys, logs, the run) lies in one folder. It listens on 127.0.0.1 only.
 """
@@ -180,11 +181,11 @@ class Deployment:
             *("--node-config", f"partition-id={client} num-partitions={self.count}"),
         )
 
-    def run(self, **config: object) -> subprocess.Popen[bytes]:
-        """Send the app off with ``flwr run``; the process ends with the run, and ``run.log`` has the server's words."""
-        values = {"num-clients": self.count, "out": str(self.folder / "run")} | config
-        quoted = " ".join(f"{key}={_toml(value)}" for key, value in values.items())
-        return self._start("run", "flwr", "run", HERE, "here", "--stream", "--run-config", quoted)
+    def run(self, app: Path = HERE, **config: object) -> subprocess.Popen[bytes]:
+        """Send an app off with ``flwr run``; the process ends with the run, and ``run.log`` has the server's words."""
+        values = {"num-clients": self.count, "out": str(self.folder / "run")} if app == HERE else {}
+        quoted = " ".join(f"{key}={_toml(value)}" for key, value in (values | config).items())
+        return self._start("run", "flwr", "run", app, "here", "--stream", "--run-config", quoted)
 
     def kill(self, name: str) -> None:
         """End a process and its children at once, as a power cut would."""
@@ -224,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("deployment"), help="where everything is written")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--app", type=Path, default=HERE, help="another app to run, for example one-trip")
     parser.add_argument("--intruder", action="store_true", help="also start a SuperNode whose key is not enrolled")
     arguments = parser.parse_args()
     if arguments.folder.exists():
@@ -235,7 +237,7 @@ def main() -> None:
         print(f"SuperLink on 127.0.0.1:{deployment.port}, logs in {deployment.folder}", flush=True)
         if arguments.intruder:
             deployment.start_node(deployment.count, enrol=False)
-        run = deployment.run(**{"num-server-rounds": arguments.rounds})
+        run = deployment.run(arguments.app.resolve(), **{"num-server-rounds": arguments.rounds})
         shown = 0
         while True:
             ended = run.poll() is not None
@@ -247,8 +249,8 @@ def main() -> None:
             time.sleep(0.5)
         if arguments.intruder:
             print(f"\nthe intruder's log:\n{deployment.log(f'node{deployment.count}')}")
-        finished = (deployment.folder / "run" / "summary.json").exists()
-    sys.exit(0 if finished else 1)
+        finished = arguments.app != HERE or (deployment.folder / "run" / "summary.json").exists()
+    sys.exit(0 if finished and run.returncode == 0 else 1)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,16 @@ if TYPE_CHECKING:
     from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.algorithms.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.algorithms.view import ClientView, Plan
-    from gradalign.api import run
+    from gradalign.api import Comparison, compare, run
     from gradalign.client import LocalTraining
+    from gradalign.client.exchange import ClientScore
     from gradalign.errors import DivergedError, GradalignError
     from gradalign.optim import GradAlign
     from gradalign.server.measure import Measure
-    from gradalign.server.runner import Result
+    from gradalign.server.monitor import STOP, EarlyStopping, StopTraining
+    from gradalign.server.result import Result
     from gradalign.tasks.holdout import hold_out
+    from gradalign.tasks.table import table_task
     from gradalign.tasks.task import PartitionedClients, Task
     from gradalign.tracking import RunInfo, Tracker
     from gradalign.tracking.services import TensorBoard, WeightsAndBiases
@@ -47,24 +50,28 @@ _HOMES = {
     "gradalign.algorithms.rules": "FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
     "gradalign.algorithms.schedule": "Cosine OffUntil Steps Warmup",
     "gradalign.algorithms.view": "ClientView Plan",
-    "gradalign.api": "run",
+    "gradalign.api": "Comparison compare run",
     "gradalign.client": "LocalTraining",
+    "gradalign.client.exchange": "ClientScore",
     "gradalign.errors": "DivergedError GradalignError",
     "gradalign.optim": "GradAlign",
     "gradalign.server.measure": "Measure",
-    "gradalign.server.runner": "Result",
+    "gradalign.server.monitor": "STOP EarlyStopping StopTraining",
+    "gradalign.server.result": "Result",
     "gradalign.tasks.holdout": "hold_out",
+    "gradalign.tasks.table": "table_task",
     "gradalign.tasks.task": "PartitionedClients Task",
     "gradalign.tracking": "RunInfo Tracker",
     "gradalign.tracking.services": "TensorBoard WeightsAndBiases",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = ["Algorithm", "ClientView", "Cosine", "DivergedError", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM"]
-__all__ += ["FedCM", "FedDyn", "FedGA", "FedInit", "FedLESAM", "FedProx", "FedSAM", "FedYogi", "GradAlign"]
-__all__ += ["GradalignError", "LargeBatchGradAlign", "LargeBatchSGD", "LinearScaling", "LocalTraining", "Measure"]
-__all__ += ["OffUntil", "PartitionedClients", "Plan", "Result", "RunInfo", "Scaffold", "ServerRule", "Steps", "Task"]
-__all__ += ["TensorBoard", "Tracker", "Warmup", "WeightsAndBiases", "__version__", "hold_out", "run"]
+__all__ = ["STOP", "Algorithm", "ClientScore", "ClientView", "Comparison", "Cosine", "DivergedError", "EarlyStopping"]
+__all__ += ["FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedGA", "FedInit", "FedLESAM"]
+__all__ += ["FedProx", "FedSAM", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
+__all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result"]
+__all__ += ["RunInfo", "Scaffold", "ServerRule", "Steps", "StopTraining", "Task", "TensorBoard", "Tracker", "Warmup"]
+__all__ += ["WeightsAndBiases", "__version__", "compare", "hold_out", "run", "table_task"]
 
 
 def __getattr__(name: str) -> Any:

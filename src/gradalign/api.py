@@ -1,9 +1,12 @@
-"""``gradalign.run``: an experiment from Python objects, with the same power as a recipe."""
+"""``gradalign.run`` and ``compare``: experiments from Python objects, with the same power as a recipe."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +20,16 @@ from gradalign.client.trainer import Setup
 from gradalign.engines import Engine, under_torchrun
 from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
-from gradalign.errors import GradalignError, whole
+from gradalign.errors import DivergedError, GradalignError, whole
+from gradalign.runs import safe_name
+from gradalign.runs.compared import comparison_folder
+from gradalign.server.all_rounds import Tell
 from gradalign.server.federation import Federation, describe, make_federation
 from gradalign.server.measure import Measure
-from gradalign.server.runner import CHECKPOINT_SECONDS, Result, RunOptions, Tell, conduct
-from gradalign.tasks.task import Task
+from gradalign.server.monitor import EarlyStopping, OnRound
+from gradalign.server.result import Result, draw_histories, frame_of
+from gradalign.server.runner import CHECKPOINT_SECONDS, RunOptions, conduct
+from gradalign.tasks.task import Task, with_metrics
 from gradalign.tracking import Tracker, Trackers
 
 if TYPE_CHECKING:
@@ -51,6 +59,9 @@ def run(
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     progress: bool | None = None,
     trackers: Sequence[Tracker] = (),
+    on_round: OnRound | None = None,
+    early_stopping: EarlyStopping | Mapping[str, float] | None = None,
+    keep_best: bool | None = None,
 ) -> Result:
     """Train a task with an algorithm and return the history and the final model.
 
@@ -76,15 +87,24 @@ def run(
         checkpoint_seconds: How much work a crash may cost: a checkpoint at most this often, 0 for every round.
         progress: Show a progress bar; None shows one in a terminal.
         trackers: Who else is told each row, e.g. ``TensorBoard()`` or an object of your own; see ``Tracker``.
+        on_round: Called after every round with its row, a mapping like one of metrics.jsonl, before that is written.
+            Returns ``gradalign.STOP`` (True) or raises ``StopTraining`` to end the run there, as if it were the last
+            round. Under torchrun rank 0 alone calls it.
+        early_stopping: A short form of ``Measure(early_stopping=...)``.
+        keep_best: A short form of ``Measure(keep_best=...)``.
     """
     rounds, seed = whole("rounds", rounds, 1), whole("seed", seed, 0)
     local = LocalTraining() if local is None else local
     measure = Measure() if measure is None else measure
+    if on_round is not None and not callable(on_round):
+        raise GradalignError(f"on_round must be a function of a row, got {on_round!r}")
     for name, given, kind in (("task", task, Task), ("local", local, LocalTraining), ("measure", measure, Measure)):
         if not isinstance(given, kind):
             raise GradalignError(f"{name} must be a gradalign.{kind.__name__}, got {type(given).__name__}")
+    short: dict[str, Any] = {"early_stopping": early_stopping, "keep_best": keep_best}
+    measure = replace(measure, **{name: value for name, value in short.items() if value is not None})
     federation = make_federation(
-        task,
+        with_metrics(task, measure.metrics),
         combine(algorithm),
         local,
         per_round=clients_per_round,
@@ -108,7 +128,7 @@ def run(
         progress=progress,
         trackers=Trackers(trackers),
     )
-    return conduct(federation, _engine(federation, options), spec, rounds, measure, options)
+    return conduct(federation, _engine(federation, options), spec, rounds, measure, options, on_round=on_round)
 
 
 def run_spec(spec: Spec, options: RunOptions, *, task: Task | None = None, on_row: Tell | None = None) -> Result:
@@ -123,17 +143,14 @@ def run_spec(spec: Spec, options: RunOptions, *, task: Task | None = None, on_ro
 
 def _summary_notes(spec: Spec) -> dict[str, Any]:
     """Return what a recipe adds to the summary: the scale it ran at, and the paper's number for its algorithm."""
+    from gradalign.recipes.paper import paper_note, paper_number
     from gradalign.recipes.scale import describe_scale
 
     notes: dict[str, Any] = {}
-    if spec.full_size is not None:
-        notes["scale"] = describe_scale(spec.full_size, spec)
-    if spec.paper is not None:
-        notes["paper"] = {
-            "source": spec.paper.source,
-            "claim": spec.paper.claim,
-            "test_accuracy": spec.paper.test_accuracy.get(spec.algorithm.name),
-        }
+    if (scale := describe_scale(spec)) is not None:
+        notes["scale"] = scale
+    if (paper := paper_note(spec)) is not None:
+        notes["paper"] = paper | {"test_accuracy": paper_number(spec, spec.algorithm.name)}
     return notes
 
 
@@ -182,3 +199,87 @@ def _setup(federation: Federation, device: torch.device | str) -> Setup:
         clients_per_round=federation.per_round,
         algorithm=federation.algorithm,
     )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison:
+    """What ``compare`` gives back.
+
+    Attributes:
+        results: The results of every algorithm by its name, one for each seed that came to its end.
+        failures: Why others did not, by the algorithm's name and the seed.
+    """
+
+    results: dict[str, list[Result]]
+    failures: dict[tuple[str, int], str]
+
+    def to_frame(self, what: str = "history") -> Any:
+        """Return a data frame of all runs, with columns "algorithm" and "seed" before those of ``Result.to_frame``.
+
+        Args:
+            what: "history", "clients", or "summary" with a row for each run.
+        """
+        rows = [(name, result) for name, results in self.results.items() for result in results]
+        tables = [result.columns_of(what) for _, result in rows]
+        columns: dict[str, list[Any]] = {name: [] for name in ("algorithm", "seed")}
+        columns |= {name: [] for table in tables for name in table if name not in columns}
+        for (name, result), table in zip(rows, tables, strict=True):
+            length = len(next(iter(table.values()), ()))
+            own = {**table, "algorithm": [name] * length, "seed": [result.summary["seed"]] * length}
+            for column, values in columns.items():
+                values += own.get(column, [None] * length)
+        return frame_of(columns)
+
+    def plot(self, *columns: str, over: str = "communication_rounds") -> Any:
+        """Draw columns of all histories, as ``Result.plot`` does: a colour for each algorithm, a line for each seed."""
+        histories = {name: [result.history for result in results] for name, results in self.results.items()}
+        return draw_histories(histories, columns, over)
+
+    def __repr__(self) -> str:
+        lines = [f"{name}: {'; '.join(map(repr, results))}" for name, results in self.results.items()]
+        lines += [f"{name}, seed {seed}: {why}" for (name, seed), why in self.failures.items()]
+        return "\n".join(["<Comparison>", *lines])
+
+
+def compare(
+    task: Task | Callable[..., Task],
+    algorithms: Mapping[str, Algorithm | ServerRule | Combination] | Sequence[Algorithm | ServerRule | Combination],
+    *,
+    seeds: int | Sequence[int] = 3,
+    out: str | Path | None = None,
+    **options: Any,
+) -> Comparison:
+    """Run every algorithm with every seed and return all results; a run that diverges is noted and the others go on.
+
+    Args:
+        task: What is trained, or a function that makes it, called with ``seed=`` where it has such an argument.
+        algorithms: The algorithms, with names of your own in a dictionary.
+        seeds: How many seeds, from 0 on, or which.
+        out: A folder for all runs, ALGORITHM/seedN, which ``gradalign report`` and ``watch`` understand.
+        options: All further arguments of ``run``, the same for every algorithm.
+    """
+    given = [algorithms] if isinstance(algorithms, Algorithm | ServerRule | Combination) else algorithms
+    named = dict(given) if isinstance(given, Mapping) else {combine(one).label: one for one in given}
+    if not named or len(named) < len(given):
+        raise GradalignError("compare needs algorithms with names that differ; give them in a dictionary by name")
+    numbers = list(range(whole("seeds", seeds, 1))) if not isinstance(seeds, Sequence) else list(seeds)
+    results: dict[str, list[Result]] = {name: [] for name in named}
+    failures: dict[tuple[str, int], str] = {}
+    with ExitStack() as stack:
+        if out is not None:
+            described = {"name": "comparison", "algorithms": list(named), "seeds": numbers}
+            stack.enter_context(comparison_folder(Path(out), described, resume=bool(options.get("resume"))))
+        for seed in numbers:
+            made = task if isinstance(task, Task) else _made(task, seed)
+            for name, algorithm in named.items():
+                place = None if out is None else Path(out) / safe_name(name) / f"seed{seed}"
+                try:
+                    results[name].append(run(made, algorithm, seed=seed, out=place, **options))
+                except DivergedError as error:
+                    failures[name, seed] = str(error)
+    return Comparison(results=results, failures=failures)
+
+
+def _made(make: Callable[..., Task], seed: int) -> Task:
+    seeded = "seed" in inspect.signature(make).parameters
+    return make(seed=seed) if seeded else make()

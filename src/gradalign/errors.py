@@ -70,10 +70,13 @@ _NEEDED_FOR = {
     "runs": "a run folder",
     "recipes": "a recipe",
     "cli": "the command line, with its bars,",
+    "frames": "a data frame",
+    "metrics": "a metric by name",
     "plots": "a picture",
     "report": "the report",
     "sweep": "a sweep",
     "flower": "Flower",
+    "tables": "a table",
     "tensorboard": "TensorBoard",
     "wandb": "Weights & Biases",
 }

@@ -22,6 +22,7 @@ def main(grid: Grid, context: Context) -> None:
             lr=float(config["lr"]), steps=int(config["local-steps"]), batch_size=int(config["batch-size"])
         ),
         clients=int(config["num-clients"]),
+        weights="uniform",  # as in the paper
         min_fraction=float(config["min-fraction"]),
         patience=Patience(
             connect_seconds=float(config["connect-seconds"]),

@@ -148,12 +148,17 @@ class FedAvg(Algorithm):
     """McMahan et al. 2017: v = 0, c = 0, μ = 0. The clients' updates are averaged and that is all."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Combination:
     """Several algorithms and one server rule, acting together in the same round."""
 
     parts: tuple[Algorithm, ...]
     server: ServerRule
+
+    def __repr__(self) -> str:
+        """Return the sum that makes it."""
+        rule = [] if self.server == ServerRule() else [self.server]
+        return " + ".join(map(repr, (*self.parts, *rule)))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Mapping[str, Any]], known: Mapping[str, type[Algorithm]]) -> Combination:

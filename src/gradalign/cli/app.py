@@ -15,6 +15,7 @@ from typer import Argument, Option
 from gradalign import __version__
 from gradalign.cli import common, output_is_lost, theory
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
+from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
 from gradalign.cli.data import data_app
 from gradalign.cli.sweep import sweep
 from gradalign.engines import under_torchrun
@@ -45,10 +46,12 @@ def _version(
 
 
 @app.command()
+@takes_table
 def run(
-    recipe: Annotated[str, Argument(help="A recipe file, or the name of a shipped recipe such as digits.")],
+    recipe: Annotated[str | None, Argument(help="A recipe file, or the name of a shipped recipe: digits, …")] = None,
     settings: Settings = None,
     task: UserTask = None,
+    table: TableOptions = NO_TABLE,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: int | None = Option(None, min=0, help="The seed of everything random."),
@@ -68,12 +71,11 @@ def run(
     with common.plain_errors():
         from gradalign.api import default_engine, run_spec
         from gradalign.cli.tables import print_summary
-        from gradalign.recipes import load_recipe
         from gradalign.runs import output_folder
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
 
-        loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
+        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
         spec = loaded.spec()
         folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
         common.advise_resume(folder)
@@ -97,12 +99,14 @@ def run(
 
 
 @app.command()
+@takes_table
 def compare(
-    recipe: str = Argument("digits", help="A recipe file or a shipped recipe's name."),
+    recipe: str | None = Argument(None, help="A recipe file or a shipped recipe's name (default: digits)."),
     algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox."),
     seeds: int | None = Option(None, min=1, help="How many seeds each algorithm runs with."),
     settings: Settings = None,
     task: UserTask = None,
+    table: TableOptions = NO_TABLE,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: int | None = Option(None, min=0, help="The first seed."),
@@ -118,15 +122,14 @@ def compare(
         if under_torchrun():
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.cli.tables import print_comparison
-        from gradalign.compare import claimed_folder, plan_comparison, run_comparison, write_comparison
-        from gradalign.recipes import load_recipe
+        from gradalign.comparison import claimed_folder, plan_comparison, run_comparison, write_comparison
         from gradalign.report import write_report
         from gradalign.runs import REPORT, output_folder
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
         from gradalign.tracking.progress import rounds_bar
 
-        loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
+        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task, default="digits")
         entries = loaded.compare.algorithms
         if algorithms is not None:
             entries = [name.strip() for name in algorithms.split(",")]

@@ -70,7 +70,7 @@ def get_data(
         found = describe_data(name)
         if not found["here"]:
             with download_bar(name) as progress:
-                fetch(ARCHIVES[name], data_folder(), progress)
+                fetch(ARCHIVES[name], data_folder(to_make=True), progress)
             DATA_SETS[name]()  # decode it now: a file that cannot be read says so here
             found = describe_data(name)
         _print_data(Console(), [found], data_folder())

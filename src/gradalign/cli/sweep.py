@@ -11,12 +11,14 @@ from typer import Argument, Option
 
 from gradalign.cli import common
 from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
+from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
 from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
 
 
+@takes_table
 def sweep(
-    recipe: Annotated[str, Argument(help="A recipe file or a shipped recipe's name.")],
+    recipe: Annotated[str | None, Argument(help="A recipe file or a shipped recipe's name.")] = None,
     algorithm: str | None = Option(None, help="What to tune, e.g. fedga or fedprox (default: the recipe's)."),
     grid: list[str] | None = Option(
         None,
@@ -39,6 +41,7 @@ def sweep(
     study: str | None = Option(None, help="The sweep's name in the storage (default: recipe and algorithm)."),
     settings: Settings = None,
     task: UserTask = None,
+    table: TableOptions = NO_TABLE,
     trust_task: TrustTask = False,
     data_dir: DataDir = None,
     seed: int | None = Option(None, min=0, help="The search's seed, and the first of more."),
@@ -57,7 +60,6 @@ def sweep(
         if under_torchrun():
             raise GradalignError("sweep divides trials among processes by itself; start it without torchrun")
         from gradalign.cli.tables import print_sweep
-        from gradalign.recipes import load_recipe
         from gradalign.runs import output_folder
         from gradalign.server.runner import RunOptions
         from gradalign.sweep.conduct import run_sweep
@@ -65,7 +67,7 @@ def sweep(
         from gradalign.sweep.plan import plan_sweep
         from gradalign.tasks.storage import using_data_folder
 
-        loaded = load_recipe(recipe, settings or (), seed, task, trust_task=trust_task)
+        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
         options = RunOptions(
             device=device, workers=workers, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers()
         )

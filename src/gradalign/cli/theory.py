@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -14,6 +14,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json
+from gradalign.cli.csv import NO_TABLE, TableOptions, takes_table, task_and_options
 
 if TYPE_CHECKING:
     from gradalign.tasks.task import Task
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 Seed = Annotated[int, Option(min=0, help="The seed of everything random.")]
 
 
-def _task(name: str, seed: int, settings: Sequence[str] = ()) -> Task:
+def _task(name: str, seed: int, settings: Sequence[str] = (), own: Mapping[str, Any] | None = None) -> Task:
     from gradalign.recipes import parse_settings
     from gradalign.recipes.build import build_task
 
-    return build_task(name, seed=seed, options=parse_settings(settings))
+    return build_task(name, seed=seed, options={**(own or {}), **parse_settings(settings)})
 
 
 def _mark(check: Check, text: str) -> str:
@@ -130,9 +131,11 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
     console.print(f"\n{plain(found.sentence)}", highlight=False)
 
 
+@takes_table
 def diagnose(
-    task: Annotated[str, Argument(help="A task's name, or package.module:function.")],
+    task: Annotated[str | None, Argument(help="A task's name, or package.module:function.")] = None,
     settings: TaskSettings = None,
+    table: TableOptions = NO_TABLE,
     as_json: AsJson = False,
     seed: Seed = 0,
     clients: int = Option(20, help="Measure at most this many clients."),
@@ -148,7 +151,8 @@ def diagnose(
         from gradalign.theory.diagnose import diagnose as measure
 
         check_device(device)
-        made = _task(task, seed, settings or ())
+        name, own = task_and_options(task, table)
+        made = _task(name, seed, settings or (), own)
         found = measure(
             made, lr=lr, steps=steps, clients=clients, examples=examples, splits=splits, seed=seed, device=device
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from gradalign.algorithms.schedule import Schedule, require, setting_of
 from gradalign.errors import GradalignError, real, whole
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LocalTraining:
     """How a client trains in one round.
 
@@ -54,6 +54,13 @@ class LocalTraining:
         for name in ("steps", "epochs", "batch_size", "gradient_examples"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(f"local.{name}", value, 1))
+
+    def __repr__(self) -> str:
+        """Return what differs from the defaults, beside lr."""
+        default = {one.name: one.default for one in fields(self)}
+        told = {name: getattr(self, name) for name in default}
+        changed = [f"{name}={value!r}" for name, value in told.items() if name == "lr" or value != default[name]]
+        return f"LocalTraining({', '.join(changed)})"
 
     def steps_for(self, examples: int) -> int:
         """Return K for a client with this many examples."""

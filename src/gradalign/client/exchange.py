@@ -126,6 +126,8 @@ class Score:
     loss: float = 0.0
     correct: float | None = 0.0
     examples: int = 0
+    predictions: tuple[tuple[Tensor, Tensor], ...] = ()
+    """(outputs, targets) of each part, in order, where the task has metrics that need them all at once."""
 
     def __add__(self, other: Score) -> Score:
         known = self.correct is not None and other.correct is not None
@@ -133,7 +135,28 @@ class Score:
             loss=self.loss + other.loss,
             correct=(self.correct or 0.0) + (other.correct or 0.0) if known else None,
             examples=self.examples + other.examples,
+            predictions=self.predictions + other.predictions,
         )
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.examples
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.correct is None else self.correct / self.examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientScore:
+    """How a model does on one client's own test examples."""
+
+    client: int
+    examples: int
+    loss: float
+    accuracy: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The task's own metrics by name, without those that are not defined on these examples."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradie
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.batches import Examples, map_tensors
+from gradalign.tasks.metrics import kept_prediction
 from gradalign.tasks.task import Task
 
 CHUNK = 300  # examples that the gradient phase takes at once: what an LSTM leaves behind for more outgrows the caches
@@ -245,4 +246,5 @@ class ClientTrainer:
             loss=float(loss) * len(rows),
             correct=None if accuracy is None else float(accuracy) * len(rows),
             examples=len(rows),
+            predictions=(kept_prediction(outputs, targets),) if self.task.metrics else (),
         )

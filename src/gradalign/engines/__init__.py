@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
+    from gradalign.client.exchange import Broadcast, ClientScore, Gradient, Participant, Score, Update
     from gradalign.client.flat import Point
 
 _SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,6 +40,16 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, point: Point) -> Score | None:
         """Return the score on the test examples, None when the task has none."""
+
+    def evaluate_clients(
+        self, told: Broadcast, who: Sequence[Participant], *, tuned: bool = False
+    ) -> Iterator[ClientScore]:
+        """Yield how the point does on each client's own test examples; a client that has none is left out.
+
+        With ``tuned`` every client first trains from x as in a round of plain averaging (the broadcast's lr, the
+        client's own stream), is scored where that leads, and throws it away. An engine without this yields nothing.
+        """
+        yield from ()
 
     def close(self) -> None:  # noqa: B027 - many have nothing to release
         """Release everything; no process outlives this call."""

@@ -8,105 +8,30 @@ same for any number of ranks, and the local engine's wherever that one trains cl
 
 from __future__ import annotations
 
-import json
+import itertools
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradalign.algorithms.plan import FedAvg, combine
-from gradalign.client.exchange import Broadcast, Gradient, Participant, Reply, Score, Update
+from gradalign.client.exchange import Broadcast, ClientScore, Gradient, Participant, Reply, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup, one_thread
-from gradalign.engines import Engine, under_torchrun
+from gradalign.engines import Engine
 from gradalign.engines.shared import changed_settings
+from gradalign.engines.wire import Wire
 from gradalign.engines.worker import Failure
 from gradalign.errors import GradalignError, LostRankError
 from gradalign.fast import Group, evaluation_spans
-from gradalign.stopping import left_to_the_kernel
 
 _AHEAD = 2  # replies for each rank that may wait for their turn
 _NUMBERS = ("round", "lr", "gradient_examples", "participants", "weight_decay", "one_by_one")  # of a broadcast
-
-
-class Wire:
-    """Messages between rank 0 and the others over gloo; a rank that has ended is named in a LostRankError."""
-
-    def __init__(self) -> None:
-        if not dist.is_available():
-            raise GradalignError("this torch was built without torch.distributed; use the local engine")
-        self._owned = not dist.is_initialized()
-        if self._owned:
-            if not under_torchrun():
-                raise GradalignError(
-                    "the distributed engine needs ranks; start it with "
-                    "torchrun --nproc-per-node N -m gradalign run RECIPE"
-                )
-            with left_to_the_kernel():
-                dist.init_process_group("gloo")
-        # Vectors are handed over on the CPU: a group of the user's that speaks only nccl gets one beside it.
-        gloo = self._owned or dist.get_backend() == "gloo"
-        self._group = None if gloo else dist.new_group(backend="gloo")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.others = range(1, self.size) if self.rank == 0 else range(1)  # with whom this rank speaks
-
-    @contextmanager
-    def _with(self, peer: int | None) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            late = "timed out" in str(error).lower()
-            what = "did not answer in time" if late else "ended before its work was done"
-            raise LostRankError(f"{'a rank' if peer is None else f'rank {peer}'} of the job {what}") from error
-
-    def send(self, tensor: Tensor, peer: int) -> None:
-        """Send a tensor whose shape and kind the receiver knows."""
-        if tensor.numel():
-            with self._with(peer):
-                dist.send(tensor.detach().cpu().contiguous(), peer, group=self._group)
-
-    def receive(self, like: Tensor, peer: int) -> Tensor:
-        """Receive a tensor with the shape and kind of ``like``."""
-        tensor = torch.empty(like.shape, dtype=like.dtype)
-        if tensor.numel():
-            with self._with(peer):
-                dist.recv(tensor, peer, group=self._group)
-        return tensor
-
-    def say(self, value: Any, peer: int) -> None:
-        """Send anything that JSON can say."""
-        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        self.send(torch.tensor([len(data)]), peer)
-        self.send(data, peer)
-
-    def hear(self, peer: int) -> Any:
-        """Receive what ``say`` sent."""
-        length = int(self.receive(torch.empty(1, dtype=torch.int64), peer))
-        return json.loads(bytes(self.receive(torch.empty(length, dtype=torch.uint8), peer).tolist()))
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Give rank 0's tensor to every rank; all call this with the same shape and kind."""
-        tensor = tensor.detach().cpu().contiguous()
-        if tensor.numel():
-            try:
-                with self._with(1 - self.rank if self.size == 2 else None):
-                    dist.broadcast(tensor, 0, group=self._group)
-            except LostRankError:
-                for peer in self.others:  # a broadcast does not say who is gone, sending something may
-                    self.send(torch.zeros(1), peer)
-                raise
-        return tensor
-
-    def close(self) -> None:
-        """Leave the group that was joined here."""
-        if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _vectors(point: Point) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,11 +52,13 @@ class DistributedEngine(Engine):
         self._rank_of: dict[int, int] = {}  # who has taken a client's gradient at the present point
         self._in_step = True  # whether every other rank waits to be asked; if not, nothing more can be said to them
 
-    def _do(self, command: str, order: Participant | tuple[int, int]) -> Reply | Score:
+    def _do(self, command: str, order: Participant | tuple[int, int]) -> Reply | Score | ClientScore | None:
         """Do one client's work, or evaluate some of the test examples."""
         with one_thread():
             if isinstance(order, tuple):
                 return self._group.evaluate(self._point, *order)
+            if command in ("score", "tune"):
+                return self._group.score_client(self._told, order, tuned=command == "tune")
             work = self._group.train if command == "train" else self._group.gradients
             return work(self._told, [order])[0]
 
@@ -171,13 +98,16 @@ class DistributedEngine(Engine):
         for vector in kept.values():
             self.wire.send(vector.to(self._point.x.dtype), peer)
 
-    def _hear(self, command: str, peer: int) -> Reply | Score | GradalignError:
+    def _hear(self, command: str, peer: int) -> Reply | Score | ClientScore | GradalignError | None:
         """Return what a rank answers; an error of its own is raised when its turn comes."""
         done, numbers = self.wire.hear(peer)
         if not done:
             return Failure(**numbers).as_error()
         if command == "evaluate":
-            return Score(**numbers)
+            parts = range(numbers.pop("predictions"))
+            return Score(**numbers, predictions=tuple((self.wire.take(peer), self.wire.take(peer)) for _ in parts))
+        if command in ("score", "tune"):
+            return ClientScore(**numbers) if numbers else None
         numbers = {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
         vector = self.wire.receive(self._point.x, peer)
         if command == "gradient":
@@ -231,6 +161,13 @@ class DistributedEngine(Engine):
         self._move(point)
         spans = evaluation_spans(len(examples))
         return sum(self._stream("evaluate", spans, [place % self.wire.size for place in range(len(spans))]), Score())
+
+    def evaluate_clients(
+        self, told: Broadcast, who: Sequence[Participant], *, tuned: bool = False
+    ) -> Iterator[ClientScore]:
+        self._tell(told)
+        ranks = [place % self.wire.size for place in range(len(who))]
+        return (score for score in self._stream("tune" if tuned else "score", who, ranks) if score is not None)
 
     def finish(self, result: Any, point: Point) -> None:
         """Tell the other ranks that the run is over, its result (anything JSON can say) and its final point."""
@@ -289,8 +226,12 @@ class DistributedEngine(Engine):
         except GradalignError as error:
             self.wire.say((False, asdict(Failure.of(error))), 0)
             return
-        numbers = {one.name: getattr(reply, one.name) for one in fields(reply)}
+        numbers = {} if reply is None else {one.name: getattr(reply, one.name) for one in fields(reply)}
         vectors = [numbers.pop(name) for name in ("vector", "floats", "ints") if name in numbers]
+        if isinstance(reply, Score):
+            numbers["predictions"] = len(reply.predictions)
         self.wire.say((True, numbers), 0)
         for vector in vectors:
             self.wire.send(vector, 0)
+        for tensor in itertools.chain(*reply.predictions) if isinstance(reply, Score) else ():
+            self.wire.give(tensor, 0)

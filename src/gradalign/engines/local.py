@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
+from gradalign.client.exchange import Broadcast, ClientScore, Gradient, Participant, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup, one_thread
 from gradalign.engines import Engine
@@ -42,6 +42,15 @@ class InProcessEngine(Engine):
         with one_thread():
             parts = (self.group.evaluate(point, start, stop) for start, stop in evaluation_spans(len(examples)))
             return sum(parts, Score())
+
+    def evaluate_clients(
+        self, told: Broadcast, who: Sequence[Participant], *, tuned: bool = False
+    ) -> Iterator[ClientScore]:
+        for one in who:
+            with one_thread():
+                score = self.group.score_client(told, one, tuned=tuned)
+            if score is not None:
+                yield score
 
 
 def available_cores() -> int:

@@ -21,7 +21,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from gradalign import stopping
-from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
+from gradalign.client.exchange import Broadcast, ClientScore, Gradient, Participant, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
 from gradalign.engines import Engine
@@ -34,6 +34,7 @@ from gradalign.fast.lockstep import TOGETHER
 from gradalign.seeding import quiet_generators
 
 ATTEMPTS = 3
+_SCORED = 16  # clients that a worker scores one after the other before it answers
 
 
 @dataclass
@@ -208,7 +209,7 @@ class PoolEngine(Engine):
             slot=slot,
             phase=self._phase,
             said=said,
-            trains=rows is None,
+            work="gradients" if rows is not None else "train",
             who=who,
             known={client: entries[client] for client in clients if client in entries},
             rows={client: rows[client] for client in clients if rows and client in rows},
@@ -239,6 +240,14 @@ class PoolEngine(Engine):
             return None
         self._buffers.point.copy_(point)
         return sum(self._stream(partial(Job, span=span) for span in evaluation_spans(len(examples))), Score())
+
+    def evaluate_clients(
+        self, told: Broadcast, who: Sequence[Participant], *, tuned: bool = False
+    ) -> Iterator[ClientScore]:
+        said, work = self._begin(told), "tune" if tuned else "score"
+        jobs = (partial(Job, phase=self._phase, said=said, who=some, work=work) for some in groups(who, _SCORED))
+        for scores in self._stream(jobs):
+            yield from scores
 
     def close(self) -> None:
         for worker in list(self._workers):

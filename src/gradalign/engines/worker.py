@@ -18,6 +18,7 @@ from gradalign import stopping
 from gradalign.client.exchange import (
     Broadcast,
     CachedGradient,
+    ClientScore,
     Gradient,
     GradientCache,
     Participant,
@@ -43,7 +44,8 @@ class Job:
     phase: int = 0
     said: bytes = b""
     """What all clients of the phase are told; nothing for an evaluation."""
-    trains: bool = False
+    work: str = "gradients"
+    """What the clients do: take their gradients, train, score the point, or tune it and score that."""
     who: Sequence[Participant] = ()
     rows: Mapping[int, Tensor] = field(default_factory=dict)
     """Where to put clients' gradients."""
@@ -118,14 +120,18 @@ class _Bench:
         self._group, self._buffers, self._messages = Group(setup), buffers, messages
         self._told: tuple[int, Broadcast] | None = None
 
-    def do(self, job: Job) -> Answer | Score:
+    def do(self, job: Job) -> Answer | Score | list[ClientScore]:
         """Do a job; the replies' vectors stay in shared memory, in the slot unless they lie there already."""
         group, buffers = self._group, self._buffers
         if not job.said:
             return group.evaluate(buffers.point, *job.span)
         cache = group.cache = _JobCache(job)
-        work = group.train if job.trains else group.gradients
-        replies = work(self._broadcast(job), job.who, buffers.out[job.slot].unbind())
+        told = self._broadcast(job)
+        if job.work in ("score", "tune"):
+            scores = [group.score_client(told, one, tuned=job.work == "tune") for one in job.who]
+            return [score for score in scores if score is not None]
+        work = group.train if job.work == "train" else group.gradients
+        replies = work(told, job.who, buffers.out[job.slot].unbind())
         return Answer([self._brought(one, job.slot, row) for row, one in enumerate(replies)], cache.fresh)
 
     def _brought(self, reply: Reply, slot: int, row: int) -> Reply:
@@ -196,7 +202,7 @@ def work(pipe: Connection, inherited: list[Connection], parent: int, setup: Setu
         try:
             with named_failure(job.whose()):
                 bench = bench or _Bench(setup, buffers, messages)
-                answer: Answer | Score | Failure = bench.do(job)
+                answer: Answer | Score | list[ClientScore] | Failure = bench.do(job)
         except GradalignError as error:
             answer = Failure.of(error)
         try:

@@ -24,7 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from gradalign.algorithms.view import Blend, Plan
-from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, GradientCache, Participant, Score, Update
+from gradalign.client.exchange import (
+    Broadcast,
+    CachedGradient,
+    ClientScore,
+    Gradient,
+    GradientCache,
+    Participant,
+    Score,
+    Update,
+)
 from gradalign.client.flat import Point
 from gradalign.client.step import FactoredGradients
 from gradalign.client.trainer import ClientTrainer, Setup, named_failure
@@ -36,6 +45,7 @@ from gradalign.fast.linear import record_factors
 from gradalign.fast.lockstep import TOGETHER, LockstepTrainer
 from gradalign.fast.stacks import run_stacks_faster
 from gradalign.tasks.batches import Examples, TensorExamples
+from gradalign.tasks.metrics import metrics_of
 from gradalign.tasks.task import PartitionedClients, predict
 
 EVALUATION_CHUNK = 1000
@@ -270,3 +280,20 @@ class Group:
             raise GradalignError("the task has no test examples")
         with named_failure("the evaluation"):
             return self.one.evaluate(point, examples, torch.arange(start, stop))
+
+    def score_client(self, told: Broadcast, who: Participant, *, tuned: bool = False) -> ClientScore | None:
+        """Return how the point, or where the client would train it to, does on the client's own test examples."""
+        task, seed = self.setup.task, self.setup.seed
+        with named_failure(f"client {who.client}"):
+            tests, point = task.client_test(who.client, seed), told.point
+            if tests is None:
+                return None
+            if tuned:
+                own = self.one.train(told, who, Plan(), task.client(who.client, seed))
+                point = Point(point.x + own.vector.cpu(), own.floats, own.ints)
+            spans = evaluation_spans(len(tests))
+            score = sum((self.one.evaluate(point, tests, torch.arange(*span)) for span in spans), Score())
+            metrics = metrics_of(task.metrics, score.predictions, lenient=True)
+        return ClientScore(
+            client=who.client, examples=len(tests), loss=score.mean_loss, accuracy=score.accuracy, metrics=metrics
+        )

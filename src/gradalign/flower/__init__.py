@@ -19,23 +19,31 @@ except ModuleNotFoundError:
     raise GradalignError("gradalign.flower needs Flower: pip install 'gradalign[flower]'") from None
 
 if TYPE_CHECKING:
+    from gradalign.algorithms import FedGA as FedGA
     from gradalign.flower.client import aligned_app as aligned_app
     from gradalign.flower.client import client_app as client_app
     from gradalign.flower.client import on_update as on_update
-    from gradalign.flower.client_round import LocalRound as LocalRound
-    from gradalign.flower.client_round import gradient_reply as gradient_reply
-    from gradalign.flower.exchange import InProcessGrid as InProcessGrid
     from gradalign.flower.exchange import Patience as Patience
+    from gradalign.flower.grid import InProcessGrid as InProcessGrid
+    from gradalign.flower.one_trip import OneTrip as OneTrip
+    from gradalign.flower.one_trip import SecureOneTrip as SecureOneTrip
+    from gradalign.flower.own_loop import LocalRound as LocalRound
+    from gradalign.flower.own_loop import gradient_reply as gradient_reply
+    from gradalign.flower.stock import ClientApp as ClientApp
     from gradalign.flower.strategy import AlignedStrategy as AlignedStrategy
 
 _HOME_OF = {
     "AlignedStrategy": "strategy",
-    "InProcessGrid": "exchange",
-    "LocalRound": "client_round",
+    "ClientApp": "stock",
+    "FedGA": ".algorithms",
+    "InProcessGrid": "grid",
+    "LocalRound": "own_loop",
+    "OneTrip": "one_trip",
     "Patience": "exchange",
+    "SecureOneTrip": "one_trip",
     "aligned_app": "client",
     "client_app": "client",
-    "gradient_reply": "client_round",
+    "gradient_reply": "own_loop",
     "on_update": "client",
 }
 
@@ -45,7 +53,7 @@ __all__ = list(_HOME_OF)
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'gradalign.flower' has no attribute '{name}'")
-    return getattr(import_module(f"gradalign.flower.{_HOME_OF[name]}"), name)
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

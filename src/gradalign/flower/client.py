@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common.constant import ErrorCode
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
+from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 
-from gradalign.algorithms.plan import Algorithm
+from gradalign.algorithms.plan import Algorithm, FedAvg, combine
+from gradalign.client.exchange import Broadcast, Participant
+from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import ClientTrainer, Setup, one_thread
 from gradalign.errors import GradalignError
-from gradalign.fast import client_trainer
+from gradalign.fast import Group
 from gradalign.flower import messages
 from gradalign.flower.client_round import ClientRound, leaving
-from gradalign.flower.messages import ARRAYS, CONFIG, METRICS, PARTITION, PARTITIONS
+from gradalign.flower.messages import ARRAYS, CONFIG, METRICS, ORDER, PARTITION, PARTITIONS
 from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task
 
@@ -31,19 +36,77 @@ def partition_of(context: Context) -> int:
     return value
 
 
-def at_the_door(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """The outermost Flower mod: sees replies as the server will, and asks it for a vector that is lost or differs."""
-    token = leaving.set([])
-    try:
-        answer = call_next(message, context)
-        for look in leaving.get() or ():
-            look(answer)
+class Door:
+    """The outermost Flower mod.
+
+    It sees replies as the server will, asks it for a vector that is lost or differs, and says so when the other mods
+    are not those that the server counts on: what was to be clipped or masked must not leave as it is.
+    """
+
+    # A class, since Flower's simulation pickles apps, and functions inside functions take their globals along.
+
+    def __init__(self, mods: Sequence[Mod]) -> None:
+        self._mods = bool(mods)
+        self._masks = any(getattr(mod, "__name__", "") in ("secaggplus_mod", "secagg_mod") for mod in mods)
+
+    def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        token = leaving.set([])
+        try:
+            self._check(message)
+            answer = call_next(message, context)
+            for look in leaving.get() or ():
+                look(answer)
+            return _addressed(answer, message)
+        except messages.MemoryLostError as lost:
+            numbers = MetricRecord({messages.LOST: 1, messages.DIFFERS: int(lost.differs)})
+            return Message(RecordDict({METRICS: numbers}), reply_to=message)
+        finally:
+            leaving.reset(token)
+
+    def _check(self, message: Message) -> None:
+        configs = message.content.config_records
+        if not message.metadata.message_type.startswith(messages.TRAIN):
+            return
+        if RECORD_KEY_CONFIGS in configs and not self._masks:
+            raise GradalignError("the server aggregates securely; give this app mods=[secaggplus_mod]")
+        if self._masks and RECORD_KEY_CONFIGS not in configs:
+            raise GradalignError("this app masks its updates, and the server does not run Flower's SecAggPlusWorkflow")
+        if not self._mods and any(KEY_CLIPPING_NORM in config for config in configs.values()):
+            raise GradalignError(f"the server sends a {KEY_CLIPPING_NORM}, and this app has no mod that clips updates")
+
+
+def _addressed(answer: Message, message: Message) -> Message:
+    """Return an error as a reply to the server's message: Flower's mods make some in reply to the app's reply."""
+    if not answer.has_error():
         return answer
-    except messages.MemoryLostError as lost:
-        numbers = MetricRecord({messages.LOST: 1, messages.DIFFERS: int(lost.differs)})
-        return Message(RecordDict({METRICS: numbers}), reply_to=message)
-    finally:
-        leaving.reset(token)
+    code, reason = answer.error.code, answer.error.reason
+    asked = message.metadata.message_type == messages.QUERY or ORDER in message.content.config_records.get(CONFIG, {})
+    if code == ErrorCode.MOD_FAILED_PRECONDITION and asked:
+        reason = f"{reason} With AlignedStrategy, a mod that works on arrays goes in as on_update(mod)."
+    return Message(Error(code=code, reason=reason), reply_to=message)
+
+
+def tell_partition(
+    app: ClientApp,
+    examples: Callable[[Context], int] | None,
+    *,
+    stock: bool = False,
+    evaluates: Callable[[Context], int] | None = None,
+) -> ClientAppCallable:
+    """Return the function that tells the server whose data is here, and what the app can do."""
+
+    def partition(message: Message, context: Context) -> Message:
+        known = {PARTITION: partition_of(context), messages.STOCK: int(stock)}
+        registered = int("evaluate.default" in app._registered_funcs)
+        known[messages.EVALUATES] = registered if evaluates is None else evaluates(context)
+        if examples is not None:
+            known[messages.EXAMPLES] = examples(context)
+        total = context.node_config.get(PARTITIONS)
+        if isinstance(total, int):
+            known[PARTITIONS] = total
+        return Message(RecordDict({METRICS: MetricRecord(dict(known))}), reply_to=message)
+
+    return partition
 
 
 def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Iterable[Mod] = ()) -> ClientApp:
@@ -56,18 +119,9 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
             goes by the client's first reply in each round.
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
     """
-    app = ClientApp(mods=[at_the_door, *mods])
-
-    @app.query("partition")
-    def partition(message: Message, context: Context) -> Message:
-        known = {PARTITION: partition_of(context)}
-        if examples is not None:
-            known[messages.EXAMPLES] = examples(context)
-        total = context.node_config.get(PARTITIONS)
-        if isinstance(total, int):
-            known[PARTITIONS] = total
-        return Message(RecordDict({METRICS: MetricRecord(dict(known))}), reply_to=message)
-
+    mods = list(mods)
+    app = ClientApp(mods=[Door(mods), *mods])
+    app.query("partition")(tell_partition(app, examples))
     return app
 
 
@@ -93,9 +147,7 @@ def on_update(mod: Mod, *, gradients: bool = True) -> Mod:
         zeros = {name: Array(np.zeros_like(array.numpy())) for name, array in carried.items()}
         reply.content[ARRAYS] = ArrayRecord(carried)
         content = RecordDict({ARRAYS: ArrayRecord(zeros), CONFIG: message.content.config_records[CONFIG]})
-        shown = Message(content, reply_to=message)
-        shown.metadata.__dict__.update(message.metadata.__dict__)  # so that an error reply finds its way
-        answer = mod(shown, context, lambda *_: reply)
+        answer = mod(messages.in_place_of(message, content), context, lambda *_: reply)
         if not answer.has_error():
             answer.content[ARRAYS] = ArrayRecord({**answer.content.array_records[ARRAYS], **rest})
         return answer
@@ -111,7 +163,7 @@ class _TaskClient:
     ) -> None:
         self._source, self._algorithms, self._device = task, list(algorithms), device
         self._made: tuple[str, Task] | None = None
-        self._trainer: ClientTrainer | None = None
+        self._group: Group | None = None
         self._trained_with: tuple[object, ...] = ()
 
     def task(self, context: Context) -> Task:
@@ -132,15 +184,19 @@ class _TaskClient:
             raise GradalignError(f"{PARTITION} is {client}, but the task {task.name} has {total} clients")
         return task.client(client if total > 1 else 0, seed)
 
-    def _begin(self, message: Message, context: Context) -> tuple[ClientTrainer, ClientRound, Examples]:
-        order, task = messages.Order.of(message), self.task(context)
+    def _group_for(self, order: messages.Order, task: Task) -> Group:
         wanted = (order.local, order.seed, order.fast)
-        if self._trainer is None or self._trainer.task is not task or self._trained_with != wanted:
+        if self._group is None or self._group.setup.task is not task or self._trained_with != wanted:
             setup = Setup(task=task, local=order.local, seed=order.seed, device=self._device, fast=order.fast)
-            self._trainer, self._trained_with = client_trainer(setup), wanted
-            self._like = self._trainer.flat.read()
+            self._group, self._trained_with = Group(setup), wanted
+            self._like = self._group.one.flat.read()
+        return self._group
+
+    def _begin(self, message: Message, context: Context) -> tuple[ClientTrainer, ClientRound, Examples]:
+        order = messages.Order.of(message)
+        group = self._group_for(order, self.task(context))
         work = ClientRound(message, context, self._like, self._algorithms)
-        return self._trainer, work, self.examples(context, order.seed)
+        return group.one, work, self.examples(context, order.seed)
 
     def gradient(self, message: Message, context: Context) -> Message:
         with one_thread():
@@ -164,6 +220,24 @@ class _TaskClient:
         numbers |= {messages.EXAMPLES: len(examples), messages.SEEN: done.examples + taken, **work.facts()}
         return messages.reply(message, {"update": done.vector, "floats": done.floats, "ints": done.ints}, numbers)
 
+    def evaluate(self, message: Message, context: Context) -> Message:
+        """Score the server's point on the client's own test examples, after some training where that is asked."""
+        order, task = messages.Order.of(message), self.task(context)
+        arrays = next(iter(message.content.array_records.values())).to_torch_state_dict()
+        with one_thread():
+            group, model = self._group_for(order, task), task.make_model(order.seed)
+            model.load_state_dict(arrays)
+            told = Broadcast(point=FlatModel(model).read(), round=order.round, algorithm=combine(FedAvg()), lr=order.lr)
+            client = order.client if len(task.clients) > 1 else 0
+            score = group.score_client(told, Participant(client=client), tuned=order.tuned)
+        if score is None:
+            raise GradalignError("this client has no test examples of its own")
+        numbers = {**score.metrics, "loss": score.loss, "accuracy": score.accuracy, messages.EXAMPLES: score.examples}
+        return messages.reply(message, {}, numbers)
+
+    def evaluates(self, context: Context) -> int:
+        return 2 if self.task(context).client_tests is not None else 0
+
 
 def client_app(
     task: Task | Callable[[Context], Task],
@@ -182,7 +256,11 @@ def client_app(
         device: Where the model runs.
     """
     client = _TaskClient(task, algorithms, device)
-    app = aligned_app(examples=lambda context: len(client.examples(context)), mods=mods)
+    mods = list(mods)
+    app = ClientApp(mods=[Door(mods), *mods])
+    sizes = lambda context: len(client.examples(context))  # noqa: E731
+    app.query("partition")(tell_partition(app, sizes, evaluates=client.evaluates))
     app.train("gradient")(client.gradient)
     app.train()(client.train)
+    app.evaluate()(client.evaluate)
     return app

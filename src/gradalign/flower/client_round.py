@@ -1,24 +1,20 @@
-"""One round at a client: what it holds between messages, its plan, and both phases for a loop of its own."""
+"""One round at a client: what it holds between messages, and its plan."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import fields, replace
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-from torch import Tensor, nn
+from flwr.app import ArrayRecord, Context, Message
+from torch import Tensor
 
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.view import Plan
-from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Participant
-from gradalign.client.flat import FlatModel, Point
-from gradalign.errors import GradalignError
+from gradalign.client.flat import Point
 from gradalign.flower import messages
-from gradalign.flower.messages import ARRAYS, EXAMPLES, SEEN, MemoryLostError, received_point, to_array, to_tensor
+from gradalign.flower.messages import ARRAYS, MemoryLostError, received_point, to_array, to_tensor
 
 _GRADIENT, _POINT, _KEPT = "gradalign.gradient", "gradalign.point", "gradalign.kept"
 leaving: ContextVar[list[Callable[[Message], None]] | None] = ContextVar("leaving", default=None)
@@ -50,7 +46,7 @@ class ClientRound:
     """
 
     def __init__(
-        self, message: Message, context: Context, like: Point, algorithms: Iterable[type[Algorithm]] = ()
+        self, message: Message, context: Context, like: Point | None, algorithms: Iterable[type[Algorithm]] = ()
     ) -> None:
         self.order = order = messages.Order.of(message)
         self._context, self._arrays = context, message.content.array_records[ARRAYS]
@@ -106,15 +102,16 @@ class ClientRound:
                 kept[part.label] = self._held(name, _KEPT, f"{part.label}@{self._tag(last)}", self.told.point.x)
         return kept
 
-    def _point(self, like: Point) -> Point:
+    def _point(self, like: Point | None) -> Point:
         """Return x and the buffers that the message carries, or those of this round that were remembered."""
-        if "x" in self._arrays:
-            return received_point(self._arrays, like)
-        prefix, held = f"{self._tag(self.order.round)}/", self._record(_POINT)
-        found = {name.removeprefix(prefix): array for name, array in held.items() if name.startswith(prefix)}
+        found = self._arrays
+        if "x" not in found:
+            prefix, held = f"{self._tag(self.order.round)}/", self._record(_POINT)
+            found = ArrayRecord({name.removeprefix(prefix): held[name] for name in held if name.startswith(prefix)})
         if not found:
             raise MemoryLostError(f"this client has no model of round {self.order.round + 1}")
-        return received_point(ArrayRecord(found), like)
+        self.rest = {name: to_tensor(array) for name, array in found.items() if name.startswith("rest.")}
+        return received_point(found, like)
 
     def plan(self) -> Plan:
         return self.told.plan(self.who, self.gradient).written_out(self.gradient)
@@ -148,143 +145,3 @@ class ClientRound:
 
         if self.told.algorithm.keepers:
             _remember_as_sent("update", update, put)
-
-
-def gradient_reply(
-    message: Message,
-    context: Context,
-    model: nn.Module,
-    losses: Iterable[tuple[Tensor, int]],
-    *,
-    examples: int | None = None,
-) -> Message:
-    """Answer ``train.gradient``: g_i at the server's point, also remembered for this round's training.
-
-    Args:
-        message: The server's message.
-        context: Flower's context.
-        model: The model, of the server's kind; it is loaded with the server's point.
-        losses: Yields, for every batch of the client's data, the mean loss and the number of examples. Give a
-            generator: it is asked for a batch only when the model is loaded, and for no more once
-            ``LocalTraining.gradient_examples`` have been seen.
-        examples: How many examples the client has, for ``weights="examples"``; as many as were seen when not given
-            and ``gradient_examples`` is not set.
-    """
-    flat = FlatModel(model)
-    work = ClientRound(message, context, flat.read())
-    limit = work.told.gradient_examples
-    flat.load(work.told.point)
-    model.train()
-    flat.attach_gradients()
-    flat.gradient.zero_()
-    total, seen = 0.0, 0
-    for loss, count in losses:
-        if limit is not None and seen >= limit:
-            break
-        (loss * count).backward()
-        total += float(loss.detach()) * count
-        seen += count
-    if not seen:
-        raise GradalignError("the client has no examples to take a gradient of")
-    flat.gradient.div_(seen)
-    # Batch norm's running means moved while the data was seen; the gradient phase reports no buffers.
-    own = flat.gradient.cpu()
-    work.remember_gradient(own)
-    size = seen if examples is None and limit is None else examples
-    return messages.reply(message, {"gradient": own}, {"loss": total / seen, EXAMPLES: size, SEEN: seen})
-
-
-class LocalRound:
-    """One round's training in your own loop: loads the model, displaces it, corrects gradients, reports Δ_i.
-
-    Make it before the optimizer. The displacement is always applied once, at the start. ``lr`` is the server's for this
-    ``round``, counted from 0. Of the strategy's ``LocalTraining`` your loop follows what it reads from ``local``; the
-    server warns of settings that nobody read.
-    """
-
-    def __init__(
-        self, message: Message, context: Context, model: nn.Module, *, algorithms: Iterable[type[Algorithm]] = ()
-    ) -> None:
-        self._message, self._flat, self._steps = message, FlatModel(model), 0
-        self._work = ClientRound(message, context, self._flat.read(), algorithms)
-        self.lr, self.round = self._work.told.lr, self._work.told.round
-        self._local, self._looked = replace(self._work.order.local), False
-        object.__setattr__(self._local, "lr", self.lr)  # unchecked: a schedule may pass through 0
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        plan = self._work.plan()
-        self._flat.load(self._work.told.point)
-        model.train()
-        x = self._flat.vector
-        self._pull, self._constant = plan.pull, None if plan.correction is None else plan.correction.to(x)
-        if plan.pull:
-            pulled = -plan.pull * x
-            self._constant = pulled if self._constant is None else self._constant + pulled
-        if isinstance(plan.displacement, Tensor):
-            x.add_(plan.displacement.to(x))
-        self._start = x.clone()
-
-    @property
-    def local(self) -> LocalTraining:
-        """How the server asks clients to train, with this round's lr: steps, epochs, batch_size, momentum."""
-        self._looked = True
-        return self._local
-
-    def _unread(self) -> str:
-        """Name the settings that the server gave and this loop cannot have followed; too many steps are an error."""
-        wanted, usual = self._local, LocalTraining(epochs=1)
-        if wanted.steps is not None and self._steps not in (0, wanted.steps):
-            raise GradalignError(f"the server asks for local.steps = {wanted.steps}, and this loop took {self._steps}")
-        followed = {"lr", "gradient_examples"} | ({"steps"} if self._steps == wanted.steps else set())
-        given = {field.name: getattr(wanted, field.name) for field in fields(wanted) if field.name not in followed}
-        strange = [name for name, value in given.items() if value is not None and value != getattr(usual, name)]
-        return "" if self._looked else ", ".join(strange)
-
-    @torch.no_grad()
-    def correct(self) -> None:
-        """Add c_i + μ (y − x) to the gradients; call it between ``backward`` and the optimizer's step."""
-        self._steps += 1
-        if self._constant is None:
-            return
-        direction = self._constant + self._pull * self._flat.vector if self._pull else self._constant
-        parts = direction.split([p.numel() for p in self._parameters])
-        for p, part in zip(self._parameters, parts, strict=True):
-            p.grad = part.view_as(p).clone() if p.grad is None else p.grad.add_(part.view_as(p))
-
-    def reply(
-        self,
-        *,
-        loss: float,
-        examples: int,
-        seen: int | None = None,
-        total_step_size: float | None = None,
-        travel: float | None = None,
-    ) -> Message:
-        """Return the reply with Δ_i = y_K − y_0.
-
-        Args:
-            loss: The loss to report.
-            examples: How many examples the client has; its weight with ``weights="examples"``, unless ``aligned_app``
-                was told a number or this round's gradient phase had one.
-            seen: How many examples the steps went through, for the totals; ``examples`` when not given.
-            total_step_size: The sum of the step sizes that gradients were given, for algorithms that keep a vector; the
-                server's lr times the calls of ``correct`` when not given.
-            travel: The old name of ``total_step_size``.
-        """
-        if travel is not None:
-            warnings.warn("reply(travel=...) is called total_step_size now", DeprecationWarning, stacklevel=2)
-            total_step_size = travel
-        update = self._flat.vector - self._start
-        floats, ints = self._flat.read_buffers()
-        if total_step_size is None:
-            if not self._steps and self._work.told.algorithm.keepers:
-                raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
-            total_step_size = self.lr * self._steps
-        self._work.remember_update(update.cpu(), total_step_size)
-        numbers = {"loss": loss, "steps": self._steps, EXAMPLES: examples, SEEN: seen}
-        numbers[messages.TOTAL_STEP_SIZE] = total_step_size
-        numbers |= self._work.facts()
-        answer = messages.reply(self._message, {"update": update, "floats": floats, "ints": ints}, numbers)
-        unread = self._unread()
-        if unread:
-            answer.content[messages.CONFIG] = ConfigRecord({messages.UNREAD: unread})
-        return answer

@@ -18,14 +18,17 @@ import torch
 from flwr.app import Array, ConfigRecord, Message
 from torch import Tensor
 
-from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Participant, Score, Update
+from gradalign.client.exchange import Broadcast, ClientScore, Gradient, GradientCache, Participant, Score, Update
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
 from gradalign.engines import Engine
 from gradalign.engines.local import InProcessEngine
 from gradalign.flower import messages
 from gradalign.flower.client import client_app
-from gradalign.flower.exchange import InProcessGrid, Patience, Roster, logger
+from gradalign.flower.exchange import Patience, Roster, logger
+from gradalign.flower.grid import InProcessGrid
+from gradalign.flower.hearing import Hearing, evaluations
+from gradalign.flower.layout import Layout
 from gradalign.flower.messages import BadReplyError, Order, instruction, metrics_of, point_arrays, to_array
 from gradalign.server.federation import Federation
 
@@ -33,7 +36,12 @@ _Reply = TypeVar("_Reply", Gradient, Update)
 
 
 class FlowerEngine(Engine):
-    """Does the clients' work through a Flower grid, which is its owner's to close."""
+    """Does the clients' work through a Flower grid, which is its owner's to close.
+
+    ``keys`` are what an app finds its arrays and config under, ``weight_key`` the number of its reply that it weighs.
+    """
+
+    hearing: Hearing | None = None
 
     def __init__(
         self,
@@ -41,15 +49,19 @@ class FlowerEngine(Engine):
         roster: Roster,
         *,
         train_config: Mapping[str, Any] | None = None,
+        evaluate_config: Mapping[str, Any] | None = None,
+        keys: tuple[str, str] = (messages.ARRAYS, messages.CONFIG),
+        weight_key: str = messages.EXAMPLES,
         device: torch.device | str = "cpu",
     ) -> None:
         self.exchange, self.patience = roster.exchange, roster.patience
         self.attempts = 1 + self.patience.retries
         self.failures: Mapping[int, str] = {}
-        self._federation, self._roster = federation, roster
-        self._extra, self._device = dict(train_config or {}), device
+        self.federation, self.roster, self.keys, self._weight_key = federation, roster, keys, weight_key
+        self._extra, self.evaluate_config, self._device = dict(train_config or {}), dict(evaluate_config or {}), device
+        self._played = 0
         self._gradients = GradientCache()  # this round's g_i as the server has them
-        self._phase, self._met = "", False
+        self.phase, self._met = "", False
         self._heard: dict[int, tuple[int, int]] = {}  # the rounds of a client's last k_i and of the one before
         self._holds_point: dict[int, int] = {}
         self._differing: set[int] = set()
@@ -57,22 +69,22 @@ class FlowerEngine(Engine):
 
     def _begin(self, phase: str, told: Broadcast, clients: Sequence[int]) -> dict[int, int]:
         """Begin a phase: return where its clients are; those that are nowhere have failed."""
-        needed = len(clients) if not self._met else max(1, math.ceil(self._federation.min_fraction * len(clients)))
-        nodes = self._roster.locate(clients, min(needed, len(clients)))
-        self._met, self._phase, self.failures = True, f"round {told.round + 1}, {phase}", {}
+        needed = len(clients) if not self._met else max(1, math.ceil(self.federation.min_fraction * len(clients)))
+        nodes = self.roster.locate(clients, min(needed, len(clients)))
+        self._met, self.phase, self.failures = True, f"round {told.round + 1}, {phase}", {}
         for client in clients:
             if client not in nodes:
-                self._leave_out(client, "no connected node has its data")
+                self._leave_out(client, f"no connected node has its data{self.roster.complaint}")
         return nodes
 
     def _leave_out(self, client: int, reason: str) -> None:
         self.failures = {**self.failures, client: reason}
-        logger.warning("%s: client %d is left out: %s", self._phase, client, reason)
+        logger.warning("%s: client %d is left out: %s", self.phase, client, reason)
 
-    def _ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Message]:
+    def ask(self, orders: Mapping[int, Message], seconds: float) -> dict[int, Message]:
         """Return the replies that come in time; the other clients are left out."""
         answers = self.exchange.ask(orders, seconds)
-        self._roster.doubt(answers.silent)
+        self.roster.doubt(answers.silent)
         for client, reason in sorted(answers.failures.items()):
             self._leave_out(client, reason)
         return answers.replies
@@ -91,12 +103,15 @@ class FlowerEngine(Engine):
         """
         for client, weight in ((one.client, one.weight) for one in who if one.client in replies):
             try:
-                if self._federation.by_examples and client not in self._roster.told:
-                    self._roster.sizes[client] = size = messages.read_size(replies[client])
-                    weight = float(size) if told.mean is None else weight
+                if self.federation.by_examples and self._asks_weight(client):
+                    self.roster.sizes[client] = size = messages.read_size(replies[client], self._weight_key)
+                    weight = size if told.mean is None else weight
                 yield read(replies[client], told.point, client, weight)
             except BadReplyError as error:
                 self._leave_out(client, str(error))
+
+    def _asks_weight(self, client: int) -> bool:
+        return self._weight_key != messages.EXAMPLES or client not in self.roster.told
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
         """Yield ∇f_i(x) of every client that answers; one that did so at this point is not asked again."""
@@ -109,12 +124,12 @@ class FlowerEngine(Engine):
     def _ask_gradients(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, Gradient]:
         arrays, seconds = point_arrays(told.point), self.patience.gradient_seconds
         nodes = self._begin("gradient phase", told, [one.client for one in who])
-        orders = {
-            client: instruction(messages.GRADIENT, node, arrays, self._order(told, client), self._extra, seconds)
-            for client, node in nodes.items()
-        }
+        orders = {}
+        for client, node in nodes.items():
+            order, (frozen, extra) = self._order(told, client), self._for_app(client)
+            orders[client] = instruction(messages.GRADIENT, node, {**arrays, **frozen}, order, extra, seconds)
         found = {}
-        for reply in self._readable(self._ask(orders, seconds), messages.read_gradient, told, who):
+        for reply in self._readable(self.ask(orders, seconds), messages.read_gradient, told, who):
             (client,) = reply.clients
             self._holds_point[client] = told.round
             self._gradients.put(client, reply.vector, reply=reply)
@@ -134,14 +149,14 @@ class FlowerEngine(Engine):
             for client in clients:
                 own = self._own_vectors(told, wanted[client])
                 order = self._train_order(told, wanted[client], own)
-                arrays = dict(common)
+                arrays, (frozen, extra) = dict(common), self._for_app(client)
                 for name, vector in own.items():  # those it lacks: all, or the k_i that an earlier server heard of
                     if again or client in self._differing or (name not in order.digests and bool(vector.any())):
                         arrays[name] = to_array(vector)
                 if again or self._holds_point.get(client) != told.round:
-                    arrays |= point
-                orders[client] = instruction(messages.TRAIN, nodes[client], arrays, order, self._extra, seconds)
-            return self._ask(orders, seconds)
+                    arrays |= {**point, **frozen}
+                orders[client] = instruction(messages.TRAIN, nodes[client], arrays, order, extra, seconds)
+            return self.ask(orders, seconds)
 
         replies = ask(nodes, again=False)
         forgetful = [client for client, message in replies.items() if metrics_of(message).get(messages.LOST)]
@@ -151,8 +166,10 @@ class FlowerEngine(Engine):
             for client in forgetful:
                 del replies[client]
             replies |= ask(forgetful, again=True)
+        heard = {}
         for update in self._readable(replies, messages.read_update, told, wanted.values()):
             (client,) = update.clients
+            heard[client] = replies[client]
             self._heard[client] = told.round, self._last_heard(client, told.round)
             config = replies[client].content.config_records.get(messages.CONFIG, ConfigRecord())
             unread = str(config.get(messages.UNREAD, ""))
@@ -160,6 +177,21 @@ class FlowerEngine(Engine):
                 self._warned.add(unread)
                 logger.warning("client %d's training loop did not look at the strategy's local: %s", client, unread)
             yield update
+        self._played = told.round + 1
+        if self.hearing is not None:
+            self.hearing.trained(self._played, heard)
+
+    @cached_property
+    def _layout(self) -> tuple[dict[str, Array], dict[str, str]]:
+        model = self.federation.task.make_model(self.federation.seed)
+        layout, state = Layout.of(model), model.state_dict()
+        frozen = {where: to_array(state[name]) for name, _, where, _ in layout.entries if where.startswith("rest.")}
+        return frozen, {messages.LAYOUT: layout.encode(), messages.KEYS: " ".join(self.keys)}
+
+    def _for_app(self, client: int) -> tuple[dict[str, Array], dict[str, Any]]:
+        """Return the arrays and the config that only some apps need: those that load named arrays."""
+        frozen, layout = self._layout if client in self.roster.stock else ({}, {})
+        return frozen, {**self._extra, **layout}
 
     def _last_heard(self, client: int, round_index: int) -> int:
         """Return the round of the k_i that the server counts on, −1 for none; a round played again does not count."""
@@ -176,9 +208,9 @@ class FlowerEngine(Engine):
 
     def _order(self, told: Broadcast, client: int) -> Order:
         # lr is sent by itself: a schedule is the server's affair, and a number would make a new trainer every round.
-        local, seed, fast = replace(self._federation.local, lr=1.0), self._federation.seed, self._federation.fast
-        limit = told.gradient_examples
-        return Order(client=client, round=told.round, seed=seed, local=local, fast=fast, limit=limit)
+        local, seed, fast = replace(self.federation.local, lr=1.0), self.federation.seed, self.federation.fast
+        limit, sizes = told.gradient_examples, messages.needs_step_sizes(self.federation.algorithm)
+        return Order(client=client, round=told.round, seed=seed, local=local, fast=fast, limit=limit, step_sizes=sizes)
 
     def _train_order(self, told: Broadcast, who: Participant, own: Mapping[str, Tensor]) -> Order:
         last = self._last_heard(who.client, told.round)
@@ -186,7 +218,7 @@ class FlowerEngine(Engine):
         return replace(
             self._order(told, who.client),
             lr=told.lr,
-            parts=tuple({"name": label} | values for label, values in told.algorithm.values().items()),
+            parts=messages.encoded_parts(told.algorithm),
             weight=who.share,
             participants=told.participants,
             memory={part.label: last for part in told.algorithm.keepers},
@@ -195,13 +227,25 @@ class FlowerEngine(Engine):
 
     @cached_property
     def _evaluator(self) -> InProcessEngine:
-        known = self._federation
+        known = self.federation
         return InProcessEngine(
             Setup(task=known.task, local=known.local, seed=known.seed, device=self._device, fast=known.fast)
         )
 
     def evaluate(self, point: Point) -> Score | None:
-        return self._evaluator.evaluate(point) if self._federation.task.test_examples is not None else None
+        if self.hearing is not None:
+            self.hearing.reached(self._played, point)
+        return self._evaluator.evaluate(point) if self.federation.task.test_examples is not None else None
+
+    def evaluate_clients(
+        self, told: Broadcast, who: Sequence[Participant], *, tuned: bool = False
+    ) -> Iterator[ClientScore]:
+        if self.hearing is not None and not tuned:  # then they have been asked, as many as are to be
+            yield from self.hearing.scores(told.round)
+            return
+        replies = evaluations(self, told.round, told.point, [one.client for one in who], lr=told.lr, tuned=tuned)
+        scores = (messages.read_score(reply, client, self._weight_key) for client, reply in replies.items())
+        yield from (score for score in scores if score is not None)
 
 
 def _common_arrays(told: Broadcast) -> dict[str, Array]:
@@ -216,9 +260,10 @@ def _common_arrays(told: Broadcast) -> dict[str, Array]:
 class _AllHere(Roster):
     """The roster of a grid in this process, where nobody needs to be asked."""
 
-    def __init__(self, grid: InProcessGrid) -> None:
+    def __init__(self, grid: InProcessGrid, *, evaluates: bool) -> None:
         super().__init__(grid, Patience(retries=0))  # asked again, the same clients would give the same answers
         self._grid = grid
+        self.evaluating = self.tuning = set(range(len(grid.get_node_ids()))) if evaluates else set()
 
     def locate(self, clients: Sequence[int], needed: int) -> dict[int, int]:
         return {client: self._grid.node_id(client) for client in clients}
@@ -227,4 +272,7 @@ class _AllHere(Roster):
 def in_process_engine(federation: Federation, device: torch.device | str = "cpu") -> FlowerEngine:
     """Return an engine that runs Flower's apps in this process, one client after the other."""
     app = client_app(federation.task, device=device, algorithms=[type(part) for part in federation.algorithm.parts])
-    return FlowerEngine(federation, _AllHere(InProcessGrid(app, len(federation.task.clients))), device=device)
+    roster = _AllHere(
+        InProcessGrid(app, len(federation.task.clients)), evaluates=federation.task.client_tests is not None
+    )
+    return FlowerEngine(federation, roster, device=device)

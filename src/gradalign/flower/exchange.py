@@ -1,4 +1,4 @@
-"""Messages and replies with an end to every wait, who is on which node, and a grid of nodes in this process."""
+"""Messages and replies with an end to every wait, and who is on which node."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import count
 from typing import NamedTuple
 
-from flwr.app import Context, Error, Message, RecordDict, UserConfig
-from flwr.clientapp import ClientApp
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.app import Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
 from gradalign.errors import GradalignError
-from gradalign.flower.messages import EXAMPLES, PARTITION, PARTITIONS, QUERY, metrics_of
+from gradalign.flower.messages import EVALUATES, EXAMPLES, PARTITION, PARTITIONS, QUERY, STOCK, metrics_of
 
 # A child of Flower's own logger: what is said here stands beside what Flower says, in the same form.
 logger = logging.getLogger("flwr.gradalign")
@@ -148,8 +143,11 @@ class Roster:
         self._not_before: dict[int, float] = {}
         self._client_of: dict[int, int] = {}
         self._node_of: dict[int, int] = {}
-        self.sizes: dict[int, int] = {}
+        self.sizes: dict[int, float] = {}
         self.told: set[int] = set()  # those that said their size when asked; the others say it in their replies
+        self.stock: set[int] = set()  # whose app loads named arrays
+        self.evaluating: set[int] = set()  # whose app has an evaluate function,
+        self.tuning: set[int] = set()  # and can train before it evaluates
         self.partitions: int | None = None
         self._complaints: dict[int, str] = {}
 
@@ -201,6 +199,18 @@ class Roster:
             self.sizes[client] = examples
             self.told.add(client)
         self.partitions = total if isinstance(total, int) else self.partitions
+        can = ((STOCK, 1, self.stock), (EVALUATES, 1, self.evaluating), (EVALUATES, 2, self.tuning))
+        for name, least, group in can:
+            (group.add if metrics.get(name, 0) >= least else group.discard)(client)  # type: ignore[operator]
+
+    @property
+    def connected(self) -> int:
+        return len(self._node_of)
+
+    @property
+    def complaint(self) -> str:
+        """Why some node cannot take part, as the end of a sentence; empty when all can."""
+        return next((f": {reason}" for reason in self._complaints.values()), "")
 
     def wait(self, enough: Callable[[], bool]) -> bool:
         """Refresh until there is enough or the patience ends; return whether there is."""
@@ -220,72 +230,3 @@ class Roster:
             waited = self.patience.connect_seconds
             logger.warning("after %g s, %d of %d clients are connected", waited, len(here()), len(clients))
         return here()
-
-
-class InProcessGrid(Grid):
-    """Runs a ClientApp for many clients without Ray, SuperLink or waiting.
-
-    What a real grid gives is given here, too: random-looking node ids, a context with a state for each node, and an
-    error reply in place of an exception. A message is answered when it is pushed, so a timeout cannot cut it short.
-    """
-
-    def __init__(self, app: ClientApp, clients: int, *, run_id: int = 1) -> None:
-        self._app, self._clients, self._run_id = app, clients, run_id
-        self._contexts: dict[int, Context] = {}
-        self._replies: dict[str, Message] = {}
-        self._numbers = count(1)
-        # Flower writes the running task into every message, and has one only in processes that it started itself.
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run_id, SUPERLINK_NODE_ID
-
-    def set_run(self, run: Run) -> None:
-        self._run_id = run.run_id
-
-    @property
-    def run(self) -> Run:
-        return Run.create_empty(self._run_id)
-
-    def node_id(self, client: int) -> int:
-        """Return the node of a client: an odd multiplier modulo 2⁶² shuffles the numbers and loses none."""
-        return (client + 1) * 0x9E3779B97F4A7C15 % 2**62
-
-    @cached_property
-    def _client_of(self) -> dict[int, int]:
-        return {self.node_id(client): client for client in range(self._clients)}
-
-    def get_node_ids(self) -> list[int]:
-        return list(self._client_of)
-
-    def context(self, client: int) -> Context:
-        """Return a client's context, made when it is first needed."""
-        if client not in self._contexts:
-            config: UserConfig = {PARTITION: client, PARTITIONS: self._clients}
-            self._contexts[client] = Context(self._run_id, self.node_id(client), config, RecordDict(), run_config={})
-        return self._contexts[client]
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)  # only Flower's interface asks
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        ids = []
-        for message in messages:
-            message_id = f"message-{next(self._numbers)}"
-            message.metadata.__dict__["_message_id"] = message_id  # as Flower's own grids do
-            self._replies[message_id] = self.answer(message, self._client_of[message.metadata.dst_node_id])
-            ids.append(message_id)
-        return ids
-
-    def answer(self, message: Message, client: int) -> Message:
-        """Return the client's reply, or the error that Flower makes of what it raised."""
-        try:
-            return self._app(message, self.context(client))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        return self.pull_messages(self.push_messages(messages))

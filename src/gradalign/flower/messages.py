@@ -21,17 +21,23 @@ from torch import Tensor
 from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination
 from gradalign.client import LocalTraining
-from gradalign.client.exchange import Gradient, Update
+from gradalign.client.exchange import ClientScore, Gradient, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.errors import GradalignError
 
 ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
-QUERY, GRADIENT, TRAIN = "query.partition", "train.gradient", "train"
+QUERY, GRADIENT, TRAIN, EVALUATE = "query.partition", "train.gradient", "train", "evaluate"
 LOST, DIFFERS = "memory-lost", "memory-differs"  # a client lacks a vector that the server speaks of, or has another
 EXAMPLES, SEEN = "num-examples", "examples-seen"
 UNREAD = "settings-unread"  # those that a training loop of the client's own did not look at
+STOCK = "stock"  # of a node's app: it loads named arrays
+EVALUATES = "evaluates"  # 1: it has an evaluate function; 2: it is a Task's, and can train before it evaluates
+# For apps that load named arrays:
+LAYOUT, KEYS, NAMES, SHARED = "gradalign.layout", "gradalign.keys", "gradalign.names", "gradalign.shared."
+ROUND = "server-round"  # counted from 1, as in Flower
 TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"  # the old name is read, for older clients
 FACT = "fact."  # begins the names of what an algorithm has clients report
+OURS = ("steps", SEEN, TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE, FACT)  # begin those of a reply that are not its app's
 PARTITION, PARTITIONS = "partition-id", "num-partitions"
 
 
@@ -56,11 +62,11 @@ def to_array(tensor: Tensor) -> Array:
     return Array((plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy())
 
 
-def to_tensor(array: Array, dtype: torch.dtype) -> Tensor:
+def to_tensor(array: Array, dtype: torch.dtype | None = None) -> Tensor:
     tensor = torch.from_numpy(array.numpy())
     if dtype == torch.bfloat16 and tensor.dtype == torch.int16:
         return tensor.view(torch.bfloat16)
-    return tensor.to(dtype)
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 def digest(vector: Tensor) -> str:
@@ -87,6 +93,10 @@ class Order:
     participants: int = 1
     memory: Mapping[str, int] = field(default_factory=dict)
     """For each keeper: the round after which the server last heard of this client's k_i, −1 for never."""
+    tuned: bool = False
+    """Whether the client trains before it evaluates."""
+    step_sizes: bool = False
+    """Whether anyone reckons with what the round's step sizes add up to."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """Of the client's vectors as the server has them; what a client holds counts only where it is the same."""
 
@@ -96,11 +106,22 @@ class Order:
 
     @classmethod
     def of(cls, message: Message) -> Order:
+        configs = message.content.config_records.values()
         try:
-            plain = json.loads(str(message.content.config_records[CONFIG][ORDER]))
+            plain = json.loads(str(next((one for one in configs if ORDER in one), ConfigRecord())[ORDER]))
             return cls(**plain | {"local": LocalTraining(**plain["local"])})
         except (KeyError, TypeError, ValueError) as error:
             raise GradalignError(f"this message is not from a gradalign server: {error}") from None
+
+
+def encoded_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
+    """Return the parts of an algorithm as ``Order.parts`` has them; the server's rule stays on the server."""
+    return tuple({"name": label} | values for label, values in algorithm.values().items())
+
+
+def needs_step_sizes(algorithm: Combination) -> bool:
+    """Return whether anyone reckons with what a round's step sizes add up to."""
+    return any(part.keeps or part.extra_down for part in algorithm.parts)
 
 
 def algorithm_of(order: Order, more: Iterable[type[Algorithm]]) -> Combination:
@@ -126,13 +147,23 @@ def point_arrays(point: Point) -> dict[str, Array]:
 def instruction(
     kind: str, node: int, arrays: Mapping[str, Array], order: Order, extra: Mapping[str, Any], ttl: float
 ) -> Message:
-    config = ConfigRecord({**extra, ORDER: order.encode()})
+    config = ConfigRecord({**extra, ROUND: order.round + 1, ORDER: order.encode()})
     content = RecordDict({ARRAYS: ArrayRecord(dict(arrays)), CONFIG: config})
     return Message(content, dst_node_id=node, message_type=kind, ttl=ttl, group_id=str(order.round + 1))
 
 
-def received_point(arrays: ArrayRecord, like: Point) -> Point:
-    """Return the point that arrays hold, in the shape of the client's own model."""
+def in_place_of(message: Message, content: RecordDict) -> Message:
+    """Return a message with other content, to which replies are replies to the first one."""
+    shown = Message(content, reply_to=message)
+    shown.metadata.__dict__.update(message.metadata.__dict__)
+    return shown
+
+
+def received_point(arrays: ArrayRecord, like: Point | None) -> Point:
+    """Return the point that arrays hold, in the shape of the client's own model where that is known."""
+    if like is None:
+        empty = {"x": torch.empty(0), "floats": torch.empty(0), "ints": torch.empty(0, dtype=torch.int64)}
+        return Point(**{name: to_tensor(arrays[name]) if name in arrays else none for name, none in empty.items()})
 
     def vector(name: str, own: Tensor) -> Tensor:
         found = to_tensor(arrays[name], own.dtype) if name in arrays else own.new_empty(0)
@@ -146,11 +177,14 @@ def received_point(arrays: ArrayRecord, like: Point) -> Point:
     return Point(vector("x", like.x), vector("floats", like.floats), vector("ints", like.ints))
 
 
-def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str, int | float | None]) -> Message:
-    """Return a reply; empty vectors and unknown numbers are left out."""
+def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str, Any], *, unread: str = "") -> Message:
+    """Return a reply; empty vectors and unknown numbers are left out. ``unread`` names the settings not followed."""
     arrays = {name: to_array(vector) for name, vector in vectors.items() if vector.numel()}
     numbers: dict[str, Any] = {name: value for name, value in metrics.items() if value is not None}
-    return Message(RecordDict({ARRAYS: ArrayRecord(arrays), METRICS: MetricRecord(numbers)}), reply_to=message)
+    content = RecordDict({ARRAYS: ArrayRecord(arrays), METRICS: MetricRecord(numbers)})
+    if unread:
+        content[CONFIG] = ConfigRecord({UNREAD: unread})
+    return Message(content, reply_to=message)
 
 
 def metrics_of(message: Message) -> MetricRecord:
@@ -204,17 +238,33 @@ def read_gradient(message: Message, point: Point, client: int, weight: float) ->
     return Gradient(vector=vector, accuracies=(accuracy,), **_of_one(client, weight, metrics))
 
 
-def read_size(message: Message) -> int:
-    """Return how many examples a client says in its reply that it has."""
+def read_size(message: Message, key: str = EXAMPLES) -> float:
+    """Return what a client weighs by its reply: how many examples it says that it has, or another number."""
     metrics = _records(message)[1]
-    if EXAMPLES not in metrics:
-        raise BadReplyError(
-            f'its reply has no number called {EXAMPLES}, and weights="examples" needs one; give aligned_app(examples=…)'
-        )
-    size = _number(metrics, EXAMPLES)
-    if size < 1:
-        raise BadReplyError(f'its {EXAMPLES} is {size:g}, and weights="examples" needs at least 1')
-    return int(size)
+    if key not in metrics:
+        hint = "; give aligned_app(examples=…)" if key == EXAMPLES else ""
+        raise BadReplyError(f'its reply has no number called {key}, and weights="examples" needs one{hint}')
+    size, least = _number(metrics, key), "at least 1" if key == EXAMPLES else "more than 0"
+    if size < 1 if key == EXAMPLES else size <= 0:
+        raise BadReplyError(f'its {key} is {size:g}, and weights="examples" needs {least}')
+    return size
+
+
+def read_score(message: Message, client: int, key: str = EXAMPLES) -> ClientScore | None:
+    """Return what a client's evaluation says, by the names of its numbers; None where none of them is a loss."""
+    numbers = {name: float(v) for name, v in metrics_of(message).items() if isinstance(v, int | float)}
+
+    def named(word: str) -> str:
+        return next((name for name in (word, *numbers) if name in numbers and word[:4] in name.lower()), "")
+
+    loss, accuracy = named("loss"), named("accuracy")
+    if not loss:
+        return None
+    others = {name: value for name, value in numbers.items() if name not in (loss, accuracy, key)}
+    examples = int(numbers.get(key, numbers.get(EXAMPLES, 0)))
+    return ClientScore(
+        client=client, examples=examples, loss=numbers[loss], accuracy=numbers.get(accuracy), metrics=others
+    )
 
 
 def read_update(message: Message, point: Point, client: int, weight: float) -> Update:

@@ -16,7 +16,8 @@ from gradalign.runs import COMPARISON, METRICS, SPEC, SWEEP
 from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
 
 if TYPE_CHECKING:
-    from gradalign.recipes.spec import CompareSpec, Section, Spec, SweepSpec, TrackingSpec
+    from gradalign.recipes.spec import CompareSpec, Section, Spec, SweepSpec
+    from gradalign.recipes.tracking import TrackingSpec
     from gradalign.tracking import Tracker, Trackers
 
 _Table = TypeVar("_Table", bound="Section")
@@ -52,11 +53,11 @@ class Recipe:
 
         When the command line chooses another algorithm, the file's parameters of its own one are left behind.
         """
-        from gradalign.recipes.scale import lay_over
+        from gradalign.recipes.scale import lay_settings
 
         name = found(self.changes, "algorithm", "name")
         data = self.data if name is None else _fitting(self.data, str(name))
-        return _checked(lay_over(data, self.changes), self.source)
+        return _checked(lay_settings(data, self.changes), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
@@ -67,25 +68,23 @@ class Recipe:
         return _checked(self.tables_for(entry), f"{self.source} ({entry})", seed=seed)
 
     def tables_for(self, entry: str) -> dict[str, Any]:
-        """Return the tables of one entry of a comparison before they are scaled and checked.
-
-        Its rounds are its own settings', or as many as make its communication equal to the recipe's own algorithm's.
-        """
+        """Return the tables of one entry of a comparison, with its fair share of rounds, before they are scaled."""
         from gradalign.recipes.fair import at_equal_communication
-        from gradalign.recipes.scale import lay_over
+
+        return at_equal_communication(self, entry)
+
+    def settings_of(self, entry: str) -> dict[str, Any]:
+        """Return the tables of one entry of a comparison with the recipe's rounds, or its own settings'."""
+        from gradalign.recipes.scale import lay_over, lay_settings
 
         settings = self.compare.settings.get(entry, {})
         if not isinstance(settings.get("algorithm", {}), Mapping):
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
         name = merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"]
         data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
-        data = lay_over(lay_over(data, settings), _fitting(self.changes, name))
+        data = lay_settings(lay_over(data, settings), _fitting(self.changes, name))
         data["algorithm"]["name"] = name
-        if self.compare.equal == "updates" or ("rounds" in settings and "rounds" not in self.changes):
-            return data
-        own = found(merge(self.data, self.changes), "algorithm", "name") or "fedga"
-        own_tables = lay_over(_fitting(self.data, own), _fitting(self.changes, own))
-        return at_equal_communication(data, own_tables, f"{self.source} ({entry})")
+        return data
 
 
 def _checked(tables: Mapping[str, Any], source: str, **more: Any) -> Spec:
@@ -184,14 +183,15 @@ def load_recipe(
     name: str,
     settings: Iterable[str] = (),
     seed: int | None = None,
-    task: str | None = None,
+    task: str | Mapping[str, Any] | None = None,
     *,
     trust_task: bool = False,
 ) -> Recipe:
     """Read a recipe by file or by shipped name, with settings laid over it.
 
-    Another ``task`` takes the place of the recipe's own, whose settings and paper's numbers would not fit it. A recipe
-    that lies in a run folder may name a task outside this package only with ``trust_task``.
+    Another ``task``, a name or a whole [task] table, takes the place of the recipe's own, whose settings and paper's
+    numbers would not fit it. A recipe that lies in a run folder may name a task outside this package only with
+    ``trust_task``.
     """
     need("pydantic", "recipes")
     from gradalign.recipes.spec import CompareSpec, SweepSpec
@@ -205,18 +205,35 @@ def load_recipe(
     elif not path.is_file():
         raise GradalignError(f'there is no recipe file "{name}"; shipped recipes are: {", ".join(shipped)}')
     data = read_recipe(path)
+    if isinstance(task, str):
+        task = {"name": task}
     if task is not None:
-        data |= {"task": {"name": task}, "paper": None, "name": task}
+        own_name = Path(task["path"]).stem if "path" in task else task["name"]
+        data |= {"task": dict(task), "paper": None, "name": own_name}
     changes = parse_settings(settings)
     if seed is not None:
         changes["seed"] = seed
     if not trust_task:
-        require_trust(path, data, changes, task)
+        require_trust(path, data, changes, (task or {}).get("name"))
+    _pin_files(data, changes)
     compare = _command_table(CompareSpec, "compare", data, changes, path.name)
     sweep = _command_table(SweepSpec, "sweep", data, changes, path.name)
     data.setdefault("name", path.stem)
     tracking = _take_tracking(data, changes, path.name)
     return Recipe(source=path.name, data=data, compare=compare, sweep=sweep, changes=changes, tracking=tracking)
+
+
+def _pin_files(data: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Put the digest of a table's file beside its path, so that a run does not go on with another file's rows."""
+    if (task_name(changes) or task_name(data)) != "table":
+        return
+    from gradalign.tasks.columns import file_digest
+
+    settings = found(data, "compare", "settings")
+    for tables in (data, changes, *(settings.values() if isinstance(settings, Mapping) else ())):
+        path = found(tables, "task", "path")
+        if isinstance(path, str) and "sha256" not in tables["task"]:
+            tables["task"]["sha256"] = file_digest(path)
 
 
 def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes: dict[str, Any], source: str) -> _Table:
@@ -230,7 +247,8 @@ def _command_table(kind: type[_Table], name: str, data: dict[str, Any], changes:
 
 
 def _take_tracking(data: dict[str, Any], changes: dict[str, Any], source: str) -> TrackingSpec:
-    from gradalign.recipes.spec import TrackingSpec, checked
+    from gradalign.recipes.spec import checked
+    from gradalign.recipes.tracking import TrackingSpec
 
     names = list(TrackingSpec.model_fields)
     asked = {name: data.pop(name) for name in names if name in data}

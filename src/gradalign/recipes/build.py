@@ -18,17 +18,19 @@ from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.server.federation import Federation, make_federation, single_step
+from gradalign.server.measure import Measure, require_measurable
 from gradalign.tasks.digits import digits
 from gradalign.tasks.holdout import hold_out
 from gradalign.tasks.paper import cifar10, cifar100, emnist, shakespeare
-from gradalign.tasks.task import Task
+from gradalign.tasks.table import table_task
+from gradalign.tasks.task import Task, with_metrics
 
 if TYPE_CHECKING:
     from gradalign.recipes.spec import AlgorithmSpec, LocalSpec, ServerSpec, Settings, Spec
 
 TASKS: dict[str, Callable[..., Task]] = {
     make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)
-}
+} | {"table": table_task}
 SERVER_RULES: dict[str, type[ServerRule]] = {kind.label: kind for kind in (FedAvgM, FedAdagrad, FedAdam, FedYogi)}
 
 
@@ -249,8 +251,8 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
     """Return the federation that a spec describes; a task made by ``task_of`` already may be given."""
     algorithm = build_algorithm(spec.algorithm, spec.server)
     local = replace(build_local(spec.local, algorithm), precision=spec.precision)
-    return make_federation(
-        task or task_of(spec),
+    federation = make_federation(
+        with_metrics(task or task_of(spec), spec.measure.metrics),
         algorithm,
         local,
         **spec.clients.model_dump(exclude={"holdout"}),
@@ -258,3 +260,5 @@ def build_federation(spec: Spec, task: Task | None = None) -> Federation:
         fast=spec.fast,
         rounds=spec.rounds,
     )
+    require_measurable(Measure(**spec.measure.model_dump()), federation)
+    return federation

@@ -10,24 +10,32 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from gradalign.recipes import found, merge
+from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import accepted_parameters, build_algorithm
 from gradalign.recipes.scale import lay_over
 from gradalign.recipes.spec import AlgorithmSpec, validate
 
 
-def at_equal_communication(tables: Mapping[str, Any], own: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return an entry's tables with as many rounds as communicate as often as the recipe's own experiment does."""
-    rounds, each = _rounds_and_trips(tables, source)
-    own_rounds, own_each = _rounds_and_trips(own, source)
-    fair = max(1, round(own_rounds * own_each / each))
-    return dict(tables) if fair == rounds else lay_over(tables, {"rounds": fair})
+def at_equal_communication(recipe: Recipe, entry: str) -> dict[str, Any]:
+    """Return an entry's tables with as many rounds as communicate as often as the recipe's own algorithm does.
+
+    Rounds that the entry's own settings give are obeyed, unless the command line gives others.
+    """
+    tables, source = recipe.settings_of(entry), f"{recipe.source} ({entry})"
+    given = "rounds" in recipe.compare.settings.get(entry, {}) and "rounds" not in recipe.changes
+    if recipe.compare.equal == "updates" or given:
+        return tables
+    own = found(recipe.changes, "algorithm", "name") or found(recipe.data, "algorithm", "name") or AlgorithmSpec().name
+    rounds, trips = _rounds_and_trips(tables, source)
+    own_rounds, own_trips = _rounds_and_trips(recipe.settings_of(str(own)), recipe.source)
+    fair = max(1, round(own_rounds * own_trips / trips))
+    return tables if fair == rounds else lay_over(tables, {"rounds": fair})
 
 
 def _rounds_and_trips(tables: Mapping[str, Any], source: str) -> tuple[int, Fraction]:
     """Return how many rounds there are before scaling, and how often one of them communicates on average."""
-    name = found(tables, "algorithm", "name") or AlgorithmSpec().name
-    if "beta" in accepted_parameters(str(name)) and found(tables, "algorithm", "beta") is None:
+    name = str(found(tables, "algorithm", "name"))
+    if "beta" in accepted_parameters(name) and found(tables, "algorithm", "beta") is None:
         tables = merge(tables, {"algorithm": {"beta": 1.0}})  # a recipe for comparing only; any will do for counting
     spec = validate({key: value for key, value in tables.items() if key != "scale"}, source)
     algorithm = build_algorithm(spec.algorithm, spec.server).over(spec.rounds)

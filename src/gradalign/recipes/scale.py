@@ -1,32 +1,68 @@
-"""Scaling a recipe down: fewer rounds, clients and examples, and a word on what it was before.
+"""Scaling a recipe down: fewer rounds, clients and examples of the same problem, and a word on what it was before.
 
 A scaled federation is the whole one with fewer members: the data is divided among all clients first, then some clients
-and some of their examples remain. So classes per client stay what they are, and only ``data`` makes clients smaller.
+and some of their examples remain. Every class stays, with all of its test examples. Where clients are told apart by
+their classes, one class each say, none of them can go, and only their examples become fewer.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
 from gradalign.errors import GradalignError
 from gradalign.recipes import found, merge
-from gradalign.recipes.spec import FullSizeSpec, Portion, Section, Spec, checked
+from gradalign.recipes.spec import Portion, Section, Spec, TaskSpec, checked
+
+_SHARES = {"client_share": "clients", "data_share": "data"}  # the task's settings that a scale makes use of
+_BY_CLASS = ("one-class", "separate", "classes")  # partitions that give clients their classes
+_COUNTS = {"rounds": ("rounds",), "per_round": ("clients", "per_round"), "batch": ("local", "batch_size")}
 
 
 class ScaleSpec(Section):
-    """How far a recipe is scaled down: shares of the rounds, the clients and each client's examples."""
+    """How far a recipe is scaled down: shares of the rounds, the clients and each client's examples.
+
+    The clients of a round follow the clients, and batches the examples, unless they have a share of their own.
+    """
 
     all: Portion = 1.0
     rounds: Portion | None = None
     clients: Portion | None = None
     data: Portion | None = None
+    per_round: Portion | None = None
+    batch: Portion | None = None
 
-    def of(self, what: Literal["rounds", "clients", "data"]) -> float:
+    def of(self, what: Literal["rounds", "clients", "data", "per_round", "batch"]) -> float:
         """Return the share of one thing: its own, or that of all."""
         own: float | None = getattr(self, what)
+        if own is None and what in ("per_round", "batch"):
+            return self.of("clients" if what == "per_round" else "data")
         return self.all if own is None else own
+
+
+def lay_settings(tables: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's tables with the command line's settings over them.
+
+    A count that is set there is meant as it stands: no scale shrinks it. Another task, or another number of clients a
+    round, is not the problem that the paper's numbers are of.
+    """
+    merged = lay_over(tables, settings)
+    exact = {name: 1.0 for name, path in _COUNTS.items() if found(settings, *path) is not None}
+    if exact and merged.get("scale") is not None:
+        merged["scale"] = _as_table(merged["scale"]) | exact
+    return merged if _problem(merged) == _problem(tables) else _unlike_paper(merged)
+
+
+def _problem(tables: Mapping[str, Any]) -> Any:
+    task = found(tables, "task")
+    own = {key: value for key, value in task.items() if key != "data_dir"} if isinstance(task, Mapping) else task
+    return own, found(tables, "clients", "per_round")
+
+
+def _unlike_paper(tables: dict[str, Any]) -> dict[str, Any]:
+    return merge(tables, {"paper": {"applies": False}}) if isinstance(tables.get("paper"), Mapping) else tables
 
 
 def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -39,21 +75,36 @@ def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
         return plain
     scale = _read_scale(data["scale"], source)
     full = checked(Spec, {key: plain[key] for key in ("rounds",) if key in plain}, source)
-    shares = {"client_share": scale.of("clients"), "data_share": scale.of("data")}
+    shares = {key: scale.of(what) for key, what in _SHARES.items() if key in _taken(plain.get("task"))}  # type: ignore[arg-type]
+    shares = {key: share for key, share in shares.items() if share < 1.0}
     changes: dict[str, Any] = {
         "rounds": max(1, round(scale.of("rounds") * full.rounds)),
         "full_size": {"rounds": full.rounds},
-        "task": {key: share for key, share in shares.items() if share < 1.0},
+        "task": shares,
     }
-    per_round = found(plain, "clients", "per_round")
-    if isinstance(per_round, int) and scale.of("clients") < 1.0:
+    per_round, share = found(plain, "clients", "per_round"), scale.of("per_round")
+    if isinstance(per_round, int) and share < 1.0 and "client_share" in shares:
         # Alignment is between clients: a round with one of them would have none.
-        changes["clients"] = {"per_round": max(min(2, per_round), round(scale.of("clients") * per_round))}
+        changes["clients"] = {"per_round": max(min(2, per_round), round(share * per_round))}
         changes["full_size"]["per_round"] = per_round
     # A step still sees the same share of a client, and curves keep their points.
-    changes |= _shrink(plain, "local", ("batch_size", "gradient_examples"), scale.of("data"))
-    changes |= _shrink(plain, "measure", ("test_every", "train_every"), scale.of("rounds"))
-    return lay_over(plain, changes)
+    if "data_share" in shares:
+        changes |= _shrink(plain, "local", ("batch_size", "gradient_examples"), scale.of("batch"))
+    changes |= _shrink(plain, "measure", ("test_every", "train_every", "clients_every"), scale.of("rounds"))
+    scaled = lay_over(plain, changes)
+    return _unlike_paper(scaled) if shares else scaled
+
+
+def _taken(task: Any) -> set[str]:
+    """Return the shares that a task takes without becoming another problem; a user's own function may take both."""
+    from gradalign.recipes.build import TASKS
+
+    make = TASKS.get(str(found(task, "name") or TaskSpec().name))
+    if make is None:
+        return set(_SHARES)
+    known = inspect.signature(make).parameters
+    partition = found(task, "partition") or getattr(known.get("partition"), "default", None)
+    return {key for key in _SHARES if key in known} - ({"client_share"} if partition in _BY_CLASS else set())
 
 
 _WHEN = ("rounds", "round", "at_rounds", "share", "at_shares")  # a schedule's keys that say when
@@ -124,24 +175,30 @@ def _shrink(data: Mapping[str, Any], table: str, keys: tuple[str, ...], share: f
     return {table: {key: max(1, round(share * count)) for key, count in counts.items()}}
 
 
+def _as_table(scale: Any) -> dict[str, Any]:
+    return dict(scale) if isinstance(scale, Mapping) else {"all": scale}
+
+
 def _read_scale(given: Any, source: str) -> ScaleSpec:
-    table = given if isinstance(given, Mapping) else {"all": given}
-    shares = {key: float(share) if type(share) is int else share for key, share in table.items()}
+    shares = {key: float(share) if type(share) is int else share for key, share in _as_table(given).items()}
     try:
         return checked(ScaleSpec, shares, f"{source}: scale")
     except GradalignError as error:
         raise GradalignError(str(error).replace(": scale: all:", ": scale:")) from None
 
 
-def describe_scale(full: FullSizeSpec, spec: Spec) -> str:
-    """Return in words at what scale a run was; the task's own facts say how many clients and examples it has."""
-    words = [f"{spec.rounds:,} of {full.rounds:,} rounds"]
+def describe_scale(spec: Spec) -> str | None:
+    """Return in words at what scale a run is, None when it is the recipe's own; the task's facts tell the numbers."""
+    full = spec.full_size
+    if full is None:
+        return None
+    words = [f"{spec.rounds:,} of {full.rounds:,} rounds"] if spec.rounds != full.rounds else []
     if full.per_round is not None:
         words.append(f"{spec.clients.per_round} instead of {full.per_round} clients a round")
     shares = spec.task.options()
-    for key, what in (("client_share", "the clients"), ("data_share", "their examples")):
+    for key, what in (("client_share", "the clients"), ("data_share", "each client's examples")):
         if key in shares:
             words.append(f"{100 * shares[key]:.4g} % of {what}")
     if "data_share" in shares and isinstance(spec.local.batch_size, int):
         words.append(f"batches of {spec.local.batch_size}")
-    return ", ".join(words)
+    return ", ".join(words) or None

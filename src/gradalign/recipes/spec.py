@@ -127,12 +127,27 @@ class ClientsSpec(Section):
     min_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
+class EarlyStoppingSpec(Section):
+    """When a run ends before its last round; see ``EarlyStopping``."""
+
+    patience: Count
+    min_delta: NotNegative = 0.0
+
+
 class MeasureSpec(Section):
     """What is measured and how often; 0 is never, and no number picks a spacing; see ``Measure``."""
 
     test_every: Whole | None = None
     train_every: Whole | None = None
     train_clients: Count = 50
+    clients_every: Whole | None = None
+    test_clients: Count = 1000
+    personalized: bool = False
+    metrics: list[str] = []
+    monitor: str | None = None
+    mode: Literal["max", "min"] | None = None
+    early_stopping: EarlyStoppingSpec | None = None
+    keep_best: bool = False
     target_accuracy: Portion | None = None
 
 
@@ -156,6 +171,8 @@ class PaperSpec(Section):
     source: str
     claim: str | None = None
     test_accuracy: dict[str, Finite | Annotated[list[Finite], Field(min_length=2, max_length=2)]] = {}
+    applies: bool | None = None
+    """False where the problem is no longer the paper's, as with other clients: then its numbers are not shown."""
 
 
 class FullSizeSpec(Section):
@@ -196,24 +213,6 @@ class SweepSpec(Section):
     margin: Share | None = None
     finalists: Count | None = None
     seeds: Seeds | None = None
-
-
-class WandbSpec(Section):
-    """Where Weights & Biases keeps a run."""
-
-    project: str = "gradalign"
-    mode: Literal["online", "offline", "disabled"] | None = None
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = Field(default_factory=list)
-
-
-class TrackingSpec(Section):
-    """Who is told of a run while it runs: part of a recipe, but not of the spec, since it changes no number."""
-
-    tensorboard: bool = False
-    wandb: WandbSpec | None = None
-    """``true`` in a recipe is an empty table, ``false`` is none."""
 
 
 class Spec(Section):

@@ -1,7 +1,7 @@
 """The report page: what is in run folders, on one page that needs no network; and how to repeat it.
 
 ``experiments`` sorts runs, ``statistics`` compares them, ``series`` has the curves' numbers, ``page`` makes the page,
-``figures`` every picture of runs.
+``clients`` what it says of single clients, ``figures`` every picture of runs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import shown_text
-from gradalign.runs.read import HeldClassCounts, Run, canonical
+from gradalign.recipes.paper import is_papers_problem
+from gradalign.runs.clients import HeldClassCounts
+from gradalign.runs.read import Run, canonical
 from gradalign.runs.untrusted import number_of
 
 _LONGEST_NAME = 80
@@ -150,8 +152,8 @@ def _short_text(text: object) -> str:
 
 
 def _paper_number(run: Run) -> PaperNumber | None:
-    """Return the paper's accuracy, which is one on test data: nothing else is set beside it."""
-    if run.scored_on != "test":
+    """Return the paper's accuracy, which is one on test data of its problem: nothing else is set beside it."""
+    if run.scored_on != "test" or not is_papers_problem(run.spec):
         return None
     found = table_of(table_of(run.spec.get("paper")).get("test_accuracy")).get(_name_of(run))
     values = [number_of(value) for value in (found if isinstance(found, list) else [found])]

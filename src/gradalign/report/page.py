@@ -22,7 +22,9 @@ from markupsafe import Markup
 
 from gradalign import __version__
 from gradalign.errors import shown_text
+from gradalign.recipes.paper import NUMBERS_LEFT_OUT, is_papers_problem
 from gradalign.report import how_to_repeat, series, statistics
+from gradalign.report.clients import clients_section
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of
 from gradalign.report.series import Curve, measured
 from gradalign.runs.read import Skipped
@@ -140,6 +142,7 @@ def _section(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
         "choices": _choices(curves),
         "small_figures": [quantity.key for quantity in series.SMALL if measured(curves[quantity.key])],
         "classes": _classes(experiment),
+        "clients": clients_section(experiment),
         **_settings(experiment),
         "repeat": repeat,
         "recipe_base64": base64.b64encode((repeat.recipe or "").encode("utf-8", errors="replace")).decode(),
@@ -157,6 +160,8 @@ def _facts(experiment: Experiment) -> dict[str, str]:
         for s in summaries
     ]
     paper = ": ".join(filter(None, (experiment.paper_text("source"), experiment.paper_text("claim"))))
+    if paper and not is_papers_problem(experiment.runs[0].spec):
+        paper = f"{paper}; {NUMBERS_LEFT_OUT}"
     return {
         "task": shown_value(task.get("name") or asked.get("name") or "not named"),
         "data": ", ".join(data) or "not described",

@@ -17,6 +17,8 @@ from gradalign.errors import NotWrittenError, need, shown_text
 SPEC, METRICS, CHECKPOINT, SUMMARY = "spec.toml", "metrics.jsonl", "checkpoint.safetensors", "summary.json"
 MODEL, LOCK = "model.safetensors", ".lock"
 CLASS_COUNTS = "holdings.json"
+CLIENTS, BEST = "clients.json", "best.safetensors"
+"""Every client's results at the end, and the best round's model, where a run keeps them."""
 FAILURE = "failure.json"
 """Why a run ended by itself before its last round, and whether it diverged; removed when it goes on."""
 COMPARISON, CURVES, REPORT = "compare.toml", "curves.png", "report.html"
@@ -26,7 +28,7 @@ TENSORBOARD, WANDB = "tensorboard", "wandb"
 """The trackers' own folders."""
 
 _TAKEN = {SPEC, METRICS, CHECKPOINT, SUMMARY, MODEL, CLASS_COUNTS, FAILURE, COMPARISON, CURVES, REPORT, SWEEP, TRIALS}
-_TAKEN |= {TENSORBOARD, WANDB}
+_TAKEN |= {TENSORBOARD, WANDB, CLIENTS, BEST}
 _DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?")
 """Names that some systems keep for themselves, whatever comes after a dot."""
 _MARKED = re.compile(r".*-[0-9a-f]{10}")

@@ -105,9 +105,14 @@ def _digest(tensors: Mapping[str, Tensor], note: str) -> str:
     return found.hexdigest()
 
 
-def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], belongs: Belongs) -> None:
-    text = json.dumps({**counters, **asdict(belongs)}, sort_keys=True)
+def save_noted(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
+    """Write tensors with a note in the header, and a digest of both."""
+    text = json.dumps(note, sort_keys=True)
     save_tensors(path, tensors, {NOTE: text, DIGEST: _digest(tensors, text)})
+
+
+def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], belongs: Belongs) -> None:
+    save_noted(path, tensors, {**counters, **asdict(belongs)})
 
 
 def load_checkpoint(path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], State]) -> tuple[State, Belongs]:

@@ -11,6 +11,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -111,6 +112,21 @@ def _unusable(folder: Path, error: OSError) -> GradalignError:
     return GradalignError(f"cannot use {folder} as a run folder: {error.strerror or error}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What a complete run left: its last model, its rows, and where it has them the best one and clients' results."""
+
+    model: dict[str, Tensor]
+    rows: list[dict[str, Any]]
+    best: dict[str, Tensor] | None = None
+    clients: dict[str, Any] | None = None
+
+
+def _whole(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's state as a file can hold it."""
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.items()}
+
+
 @contextmanager
 def _resumable() -> Iterator[None]:
     """Add to what could not be written that nothing is lost: each file is whole, or the one before."""
@@ -173,8 +189,8 @@ class RunFolder:
         path = self.path / SUMMARY
         return read_table(path) if is_there(path) else None
 
-    def finished(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Return the model and the metrics of a complete run; what is not as its end left it is refused."""
+    def finished(self) -> Finished:
+        """Return what a complete run left; what is not as its end left it is refused."""
         summary = self.summary or {}
         digests = summary.get(DIGESTS)
         known = isinstance(digests, dict) and {"settings", SUMMARY, METRICS, MODEL} <= digests.keys()
@@ -188,7 +204,14 @@ class RunFolder:
         self._require(MODEL, digest_of_file(self.path / MODEL) == digests[MODEL], as_written)
         metrics = read_bytes(self.path / METRICS, LARGEST_METRICS)
         self._require(METRICS, digest_of(metrics) == digests[METRICS], as_written)
-        return model, rows_in(metrics, self.path / METRICS)
+        best = clients = None
+        if runs.BEST in digests:
+            best, _ = checkpoints.load_tensors(self.path / runs.BEST, "model")
+            self._require(runs.BEST, digest_of_file(self.path / runs.BEST) == digests[runs.BEST], as_written)
+        if runs.CLIENTS in digests:
+            clients = read_table(self.path / runs.CLIENTS)
+            self._require(runs.CLIENTS, digest_of_settings(clients) == digests[runs.CLIENTS], as_written)
+        return Finished(model=model, rows=rows_in(metrics, self.path / METRICS), best=best, clients=clients)
 
     def restore(self, make: Callable[..., Any] = lambda tensors, counters: counters) -> tuple[Any, float] | None:
         """Return the checkpoint's state and its elapsed seconds; cut the metrics back to it.
@@ -234,17 +257,27 @@ class RunFolder:
         """Write down why the run ended by itself; ``diverged`` says that resuming it would end the same way."""
         runs.write_json(self.path / FAILURE, {"failure": " ".join(reason.split()), "diverged": diverged})
 
-    def finish(self, model: Mapping[str, Tensor], summary: Mapping[str, Any]) -> dict[str, Any]:
+    def save_best(self, model: Mapping[str, Tensor], round_index: int) -> None:
+        """Keep the model of the best round so far, in the place of the one before."""
+        with _resumable():
+            checkpoints.save_noted(self.path / runs.BEST, _whole(model), {"round": round_index})
+
+    def finish(
+        self, model: Mapping[str, Tensor], summary: Mapping[str, Any], clients: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Write the model, then the summary, whose presence says that the run is complete; return the summary.
 
-        It has the digests by which a resumed run knows that settings, metrics, model and summary are as they were.
+        It has the digests by which a resumed run knows that the settings and all files are as they were.
         """
-        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.items()}
         with _resumable():
             self._metrics.sync()
-            checkpoints.save_tensors(self.path / MODEL, tensors)
+            checkpoints.save_tensors(self.path / MODEL, _whole(model))
             digests = {"settings": self._spec_digest, METRICS: self._metrics.whole.digest}
-            digests[MODEL] = digest_of_file(self.path / MODEL)
+            models = [name for name in (MODEL, runs.BEST) if is_there(self.path / name)]
+            digests |= {name: digest_of_file(self.path / name) for name in models}
+            if clients is not None:
+                runs.write_whole(self.path / runs.CLIENTS, json.dumps(clients, allow_nan=False) + "\n")
+                digests[runs.CLIENTS] = digest_of_settings(clients)
             as_read = json.loads(json.dumps({**summary, DIGESTS: digests}))  # lists for tuples, words for other keys
             digests[SUMMARY] = digest_of_settings(as_read)
             whole = {**summary, DIGESTS: digests}

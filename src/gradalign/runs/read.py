@@ -11,13 +11,25 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gradalign.errors import shown_text
-from gradalign.runs import CHECKPOINT, CLASS_COUNTS, COMPARISON, METRICS, SPEC, SUMMARY, SWEEP, TRIALS, safe_name
+from gradalign.runs import (
+    CHECKPOINT,
+    CLASS_COUNTS,
+    CLIENTS,
+    COMPARISON,
+    METRICS,
+    SPEC,
+    SUMMARY,
+    SWEEP,
+    TRIALS,
+    safe_name,
+)
+from gradalign.runs.clients import ClientTable, HeldClassCounts, read_class_counts, read_client_table
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import UnreadableError, is_there, number_of, read_failure, read_optional, read_table
 
 State = Literal["complete", "diverged", "unfinished"]
 Row = dict[str, float]
-_DEEPEST, _MOST_FOLDERS, _MOST_CELLS = 40, 100_000, 200_000
+_DEEPEST, _MOST_FOLDERS = 40, 100_000
 _NO_RUN = "there is no run in it"
 
 
@@ -37,15 +49,6 @@ def _skip(folder: object, reason: object) -> Skipped:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldClassCounts:
-    """Examples by (client, class), the classes' names, and how many clients there are in all."""
-
-    counts: list[list[int]]
-    names: list[str]
-    clients: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One run as its folder tells it: ``rows`` have finite numbers only, ``summary`` is empty if it did not finish.
 
@@ -61,6 +64,7 @@ class Run:
     state: State
     failure: str | None = None
     held: HeldClassCounts | None = None
+    clients: ClientTable | None = None
     place: int = 0
 
     @property
@@ -226,7 +230,8 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
         summary=read_table(folder / SUMMARY) if complete else {},
         state="complete" if complete else "diverged" if diverged else "unfinished",
         failure=None if complete else failure,
-        held=_read_class_counts(folder / CLASS_COUNTS),
+        held=read_class_counts(folder / CLASS_COUNTS),
+        clients=read_client_table(folder / CLIENTS),
         place=place,
     )
 
@@ -278,19 +283,3 @@ def _divergence_in(comparison: Mapping[str, Any], folder: Path) -> str | None:
                 reason = run.get("failure")
                 return shown_text(reason) if isinstance(reason, str) else None
     return None
-
-
-def _read_class_counts(path: Path) -> HeldClassCounts | None:
-    table = read_optional(path)
-    counts, names, clients = table.get("counts"), table.get("names"), table.get("clients")
-    if not isinstance(counts, list) or not isinstance(names, list) or not names or not counts:
-        return None
-    if len(counts) * len(names) > _MOST_CELLS or not isinstance(clients, int) or not _is_count(clients):
-        return None
-    if any(not isinstance(row, list) or len(row) != len(names) or not all(map(_is_count, row)) for row in counts):
-        return None
-    return HeldClassCounts(counts=counts, names=[shown_text(name)[:40] for name in names], clients=clients)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**53

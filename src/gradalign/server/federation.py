@@ -162,6 +162,8 @@ class ServerState:
     kept: Mapping[str, dict[int, Tensor]] = field(default_factory=dict)
     """The clients' vectors of each keeping algorithm; only clients that were seen have one."""
     totals: Totals = field(default_factory=Totals)
+    best: tuple[int, Point] | None = None
+    """The best round so far and the point after it, where a run keeps that."""
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state as named tensors and counters that JSON can hold: what a checkpoint is made of."""
@@ -173,7 +175,11 @@ class ServerState:
             tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
             tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
         numbers = {label: dict(carried) for label, carried in self.numbers.items() if carried}
-        return tensors, {"round": self.round, "totals": asdict(self.totals), "numbers": numbers}
+        counters: dict[str, Any] = {"round": self.round, "totals": asdict(self.totals), "numbers": numbers}
+        if self.best is not None:
+            counters["best"], point = self.best[0], self.best[1].clone()  # a file cannot hold one vector twice
+            tensors |= {"best.x": point.x, "best.floats": point.floats, "best.ints": point.ints}
+        return tensors, counters
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> ServerState:
@@ -192,6 +198,12 @@ class ServerState:
         for name, matrix in vectors.items():
             if clients[name].ndim != 1 or matrix.shape != (clients[name].numel(), point.x.numel()):
                 raise ValueError(f'the clients\' vectors "{name}" have the shape {list(matrix.shape)}')
+        best = None
+        if "best" in counters:
+            own = group("best.")
+            best = int(counters["best"]), Point(own["x"], own["floats"], own["ints"])
+            if any(own[name].shape != getattr(point, name).shape for name in own):
+                raise ValueError("the best round's model has another shape than the last one's")
         kept = {name: {int(c): vectors[name][row].clone() for row, c in enumerate(clients[name])} for name in clients}
         return cls(
             point=point,
@@ -201,6 +213,7 @@ class ServerState:
             kept=kept,
             totals=Totals(**counters["totals"]),
             numbers=counters.get("numbers", {}),
+            best=best,
         )
 
 

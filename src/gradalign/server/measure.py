@@ -1,10 +1,4 @@
-"""What is measured at the server's point, how often, and what becomes of it: a row for each round, and a summary.
-
-How far the clients' gradients disagree, with g_i = ∇f_i(x), weights p_i that sum to one and ḡ = Σ p_i g_i:
-
-    r(x) = ½ Σ p_i ‖g_i − ḡ‖²          half the variance of the gradients, the paper's regulariser
-    drift = ‖ḡ − g_1‖                  the paper's drift curve: the first client against the mean
-    cosine = Σ p_i cos(g_i, ḡ)         1 when all gradients point the same way
+"""What is measured at the server's point, and how often.
 
 When nobody said how often, measuring is made a small part of the run. Costs are counted in examples whose gradient is
 taken. Counting instead of timing keeps the spacing, and with it the rows of a run, the same on every machine.
@@ -15,21 +9,23 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gradalign import __version__
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
-from gradalign.errors import DivergedError, real, whole
+from gradalign.errors import DivergedError, GradalignError, flag, real, whole
 from gradalign.seeding import Purpose, numpy_stream
+from gradalign.server.alignment import alignment_of
+from gradalign.server.clients import ClientResults, client_columns, score_clients, spread_over_clients
 from gradalign.server.federation import Federation, ServerState
-from gradalign.server.rounds import RoundFacts
+from gradalign.server.monitor import EarlyStopping, Monitor
+from gradalign.tasks.metrics import metrics_of
 
 TEST_POINTS, TRAIN_POINTS = 50, 20
 SHARE = 0.04  # of the run's own cost, which keeps measuring below 5 % of its time
@@ -49,22 +45,55 @@ class Measure:
         train_every: Training loss and accuracy, r(x), drift and cosine, all from one gradient pass over some clients
             at the server's point (None: up to twenty points, fewer where they would cost much of the run).
         train_clients: How many clients that pass visits: client 0 and others, the same in all rounds.
+        clients_every: Every client's own loss, accuracy and metrics, on ``Task.client_tests`` (None: at the end alone,
+            where the task has any).
+        test_clients: How many clients that is: client 0 and others, the same in all rounds; all where there are fewer.
+        personalized: Whether these clients are also scored after each has trained the model at home for one round.
+        metrics: Names of metrics from torchmetrics, such as "f1" and "auc", beside those of ``Task.metrics``.
+        monitor: The metric that early stopping, ``keep_best`` and sweeps go by: "accuracy", "loss", one of the metrics,
+            or any column of the history (None: the accuracy, or the loss where there is none).
+        mode: Whether "max" or "min" of it is best (None: by the metric, which is "min" for losses and errors).
+        early_stopping: ``EarlyStopping(patience=5)``, or a table of its fields: when to stop before the last round.
+        keep_best: Whether the model of the best round is kept, as ``Result.best`` and ``best.safetensors``.
         target_accuracy: The accuracy, on test or validation examples, for "communication rounds to a target".
     """
 
     test_every: int | None = None
     train_every: int | None = None
     train_clients: int = 50
+    clients_every: int | None = None
+    test_clients: int = 1000
+    personalized: bool = False
+    metrics: Sequence[str] = ()
+    monitor: str | None = None
+    mode: Literal["max", "min"] | None = None
+    early_stopping: EarlyStopping | None = None
+    keep_best: bool = False
     target_accuracy: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("test_every", 0), ("train_every", 0), ("train_clients", 1)):
-            value = getattr(self, name)
-            if value is not None or name == "train_clients":
-                object.__setattr__(self, name, whole(f"measure.{name}", value, least))
+        numbers = {"test_every": 0, "train_every": 0, "train_clients": 1, "clients_every": 0, "test_clients": 1}
+        checked: dict[str, Any] = {"early_stopping": EarlyStopping.of(self.early_stopping)}
+        for name, least in numbers.items():
+            if (value := getattr(self, name)) is not None or least:
+                checked[name] = whole(f"measure.{name}", value, least)
         if self.target_accuracy is not None:
-            target = real("measure.target_accuracy", self.target_accuracy, 0.0, 1.0)
-            object.__setattr__(self, "target_accuracy", target)
+            checked["target_accuracy"] = real("measure.target_accuracy", self.target_accuracy, 0.0, 1.0)
+        checked |= {name: flag(f"measure.{name}", getattr(self, name)) for name in ("personalized", "keep_best")}
+        if not isinstance(self.metrics, list | tuple) or not all(isinstance(name, str) for name in self.metrics):
+            raise GradalignError(f"measure.metrics is a list of names, got {self.metrics!r}")
+        if self.monitor is not None and not isinstance(self.monitor, str):
+            raise GradalignError(f"measure.monitor is the name of a metric, got {self.monitor!r}")
+        if self.mode is not None and (self.mode not in ("max", "min") or self.monitor is None):
+            raise GradalignError(f'measure.mode must be "max" or "min" of a measure.monitor, got {self.mode!r}')
+        for name, value in (checked | {"metrics": tuple(self.metrics)}).items():
+            object.__setattr__(self, name, value)
+
+    def due(self, round_index: int, *, last: bool) -> set[str]:
+        """Return what a settled measure wants after this round: "test", "clients", "train"."""
+        spacings = {"test": self.test_every, "clients": self.clients_every, "train": self.train_every}
+        wanted = {what for what, every in spacings.items() if every and round_index % every == 0}
+        return wanted | ({what for what, every in spacings.items() if every != 0} if last else set())
 
 
 def spacing(rounds: int, points: int, cost: float, budget: float) -> int:
@@ -86,6 +115,7 @@ def settle(measure: Measure, federation: Federation, rounds: int) -> Measure:
     size is not known, and only the number of points counts.
     """
     test_every, train_every = measure.test_every, measure.train_every
+    measure = replace(measure, clients_every=_clients_every(measure, federation))
     if test_every is not None and train_every is not None:
         return measure
     test, probed, budget = (0.0, 0.0, 0.0) if federation.elsewhere else _costs(measure, federation, rounds)
@@ -94,6 +124,19 @@ def settle(measure: Measure, federation: Federation, rounds: int) -> Measure:
     if train_every is None:
         train_every = spacing(rounds, TRAIN_POINTS, probed, budget / 2)
     return replace(measure, test_every=test_every, train_every=train_every)
+
+
+def _clients_every(measure: Measure, federation: Federation) -> int | None:
+    """Return every how many rounds clients are scored, None for the end alone: where they have tests, or are asked."""
+    asked = "clients_every" if measure.clients_every else "personalized" if measure.personalized else None
+    if federation.task.client_tests is not None or (federation.elsewhere and asked):
+        return measure.clients_every
+    if asked:
+        raise GradalignError(
+            f"measure.{asked} is set, but the task {federation.task.name} has no test examples of its clients; give "
+            "Task(client_tests=...), or hold some out with clients.holdout or gradalign.hold_out"
+        )
+    return 0
 
 
 def _costs(measure: Measure, federation: Federation, rounds: int) -> tuple[float, float, float]:
@@ -113,46 +156,6 @@ def _costs(measure: Measure, federation: Federation, rounds: int) -> tuple[float
     return test, probed, SHARE * rounds * federation.per_round * trained + FREE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alignment:
-    """How well the clients' gradients agree at one point."""
-
-    r: float
-    drift: float
-    drift_ratio: float | None
-    """drift / ‖ḡ‖; None where ḡ = 0."""
-    cosine: float | None
-    """None where a gradient is 0."""
-    mean_norm: float
-    """‖ḡ‖."""
-
-
-def alignment_of(gradients: Sequence[Tensor], weights: Sequence[float] | None = None) -> Alignment:
-    """Measure the alignment of gradients taken at one point; the first one is client 1 of the drift."""
-    weights = [1.0] * len(gradients) if weights is None else weights
-    total, mean = float(sum(weights)), torch.zeros(gradients[0].shape, dtype=torch.float64)
-    for gradient, weight in zip(gradients, weights, strict=True):
-        mean.add_(gradient, alpha=float(weight))
-    mean /= total
-    mean_norm = float(mean.norm())
-    spread, cosine, cosine_known = 0.0, 0.0, mean_norm > 0.0
-    for gradient, weight in zip(gradients, weights, strict=True):
-        g = gradient.double()
-        share, norm = float(weight) / total, float(g.norm())
-        spread += share * float((g - mean).square().sum())
-        cosine_known = cosine_known and norm > 0.0
-        if cosine_known:
-            cosine += share * float(g @ mean) / (norm * mean_norm)
-    drift = float((mean - gradients[0].double()).norm())
-    return Alignment(
-        r=0.5 * spread,
-        drift=drift,
-        drift_ratio=drift / mean_norm if mean_norm > 0.0 else None,
-        cosine=cosine if cosine_known else None,
-        mean_norm=mean_norm,
-    )
-
-
 def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
     """Return the fixed clients on which alignment and training loss are measured: all, or 0 and a seeded choice."""
     if limit >= clients:
@@ -161,26 +164,38 @@ def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
     return [0, *sorted(int(i) + 1 for i in np.atleast_1d(others))]
 
 
-def measured_at(state: ServerState, federation: Federation, measure: Measure, rounds: int, engine: Engine) -> Row:
-    """Measure what is due, by a settled measure, at this point."""
-    row: Row = dict.fromkeys(
-        ("test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
-    )
-    scored_on = federation.task.scored_on
-    row |= {f"{scored_on}_loss": None, f"{scored_on}_accuracy": None}
-    if _due(measure.test_every, state.round, rounds):
-        score = engine.evaluate(state.point)
-        if score is not None:
-            row[f"{scored_on}_loss"] = score.loss / score.examples
-            row[f"{scored_on}_accuracy"] = None if score.correct is None else score.correct / score.examples
-    if _due(measure.train_every, state.round, rounds):
+def row_columns(measure: Measure, federation: Federation) -> list[str]:
+    """Return what a settled measure puts into the rows, measured or not."""
+    task = federation.task
+    names = ["test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine"]
+    names += [f"{task.scored_on}_{name}" for name in ("loss", "accuracy", *task.metrics)]
+    return names + (client_columns(measure, task) if measure.clients_every != 0 else [])
+
+
+def require_measurable(measure: Measure, federation: Federation) -> None:
+    """Refuse what this task does not have, before anything is written."""
+    settled = replace(measure, clients_every=_clients_every(measure, federation))
+    Monitor(settled, federation.task).check(settled, federation.task, row_columns(settled, federation))
+
+
+def measured_at(
+    state: ServerState, federation: Federation, measure: Measure, engine: Engine, due: set[str]
+) -> tuple[Row, ClientResults | None]:
+    """Measure what is due at this point; return columns of a row, and the clients' results."""
+    row, task, results = Row(), federation.task, None
+    if "test" in due and (score := engine.evaluate(state.point)) is not None:
+        row = {"loss": score.mean_loss, "accuracy": score.accuracy}
+        with one_thread():
+            row |= metrics_of(task.metrics, score.predictions)
+        row = {f"{task.scored_on}_{name}": value for name, value in row.items()}
+    if "clients" in due:
+        chosen = probe_clients(len(task.clients), measure.test_clients, federation.seed)
+        results = score_clients(state, federation, measure, engine, chosen)
+        row |= spread_over_clients(results, task)
+    if "train" in due:  # last, so that a round at this point may go on with the gradients
         row |= _measured_on_clients(state, federation, measure, engine)
     _require_finite(row, state.round)
-    return row
-
-
-def _due(every: int | None, round_index: int, rounds: int) -> bool:
-    return bool(every) and (round_index % int(every or 1) == 0 or round_index == rounds)
+    return row, results
 
 
 def _measured_on_clients(state: ServerState, federation: Federation, measure: Measure, engine: Engine) -> Row:
@@ -221,51 +236,6 @@ def _require_finite(row: Row, rounds: int) -> None:
 
 def _mean(values: list[float], weights: list[float]) -> float:
     return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
-
-
-def row_of(state: ServerState, facts: RoundFacts | None, measured: Row, seconds: float) -> Row:
-    row: Row = {"round": state.round, **asdict(state.totals), **measured}
-    row |= {one.name: getattr(facts, one.name) if facts else None for one in fields(RoundFacts)}
-    return row | {"seconds": round(seconds, 3)}
-
-
-def columns(rows: list[Row]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
-
-
-def summarise(rows: list[Row], federation: Federation, measure: Measure) -> dict[str, Any]:
-    """Return the numbers of a finished run."""
-
-    def final(name: str) -> Any:
-        return next((row[name] for row in reversed(rows) if row[name] is not None), None)
-
-    def best(name: str) -> Row:
-        """Return the first row with the highest number, or one without any."""
-        tested = [row for row in rows if row[name] is not None]
-        return max(tested, key=lambda row: row[name], default={name: None, "round": None})
-
-    summary: dict[str, Any] = {
-        "algorithm": federation.algorithm.label,
-        "seed": federation.seed,
-        "rounds": rows[-1]["round"],
-        "final_test_accuracy": final("test_accuracy"),
-        "best_test_accuracy": best("test_accuracy")["test_accuracy"],
-        "best_round": best("test_accuracy")["round"],
-        "final_test_loss": final("test_loss"),
-        "final_train_loss": final("train_loss"),
-        "final_r": final("r"),
-        "target_accuracy": measure.target_accuracy,
-        "communication_rounds_to_target": rounds_to(rows, measure.target_accuracy),
-    }
-    if federation.task.scored_on == "validation":
-        summary |= {
-            "final_validation_accuracy": final("validation_accuracy"),
-            "best_validation_accuracy": best("validation_accuracy")["validation_accuracy"],
-            "final_validation_loss": final("validation_loss"),
-        }
-    totals = ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds")
-    summary |= {name: rows[-1][name] for name in totals}
-    return summary | {"task": federation.task.describe(), "versions": versions()}
 
 
 def rounds_to(rows: list[Row], target: float | None) -> int | None:

@@ -1,11 +1,9 @@
-"""All rounds of a run: play, measure, write down, keep a checkpoint; with its folder, engine, trackers and bar."""
+"""A run with all that is around its rounds: its folder, engine, trackers and bar."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,28 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from gradalign import errors, stopping
-from gradalign.client.flat import FlatModel, Point
+from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import check_device
 from gradalign.engines import Engine
 from gradalign.engines.distributed import DistributedEngine
-from gradalign.errors import DivergedError, GradalignError, LostRankError, TooFewClientsError
-from gradalign.runs import MODEL
+from gradalign.errors import GradalignError
+from gradalign.runs import BEST, MODEL
 from gradalign.runs.checkpoint import require_writable
 from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
-from gradalign.server.federation import Federation, ServerState
-from gradalign.server.measure import Measure, Row, columns, measured_at, row_of, settle, summarise
-from gradalign.server.rounds import RoundFacts, play_round
+from gradalign.server.all_rounds import AllRounds, Tell, model_at
+from gradalign.server.clients import ClientResults
+from gradalign.server.federation import Federation
+from gradalign.server.measure import Measure, Row, require_measurable
+from gradalign.server.monitor import OnRound
+from gradalign.server.result import Result
+from gradalign.server.summary import columns
 from gradalign.tasks.divide import class_counts_note
 from gradalign.tracking import RunInfo, Trackers
+from gradalign.tracking.line import in_notebook, rounds_line
 
 CHECKPOINT_SECONDS = 10.0
 _MOST_WORKERS = 1000
-Tell = Callable[[Row], None]
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,34 +70,19 @@ class RunOptions:
     @contextmanager
     def bar(self, label: str, rounds: int) -> Iterator[Tell]:
         """Show the rounds' progress where that is asked for, or there is a terminal to show it in."""
-        show = self.progress
+        show, notebook = self.progress, in_notebook()
         if show is None:  # a program may have no standard error at all
-            show = sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None
+            show = notebook or (sys.stderr is not None and sys.stderr.isatty())
         if not show:
             yield lambda row: None
-            return
-        errors.need("rich", "cli")
-        from gradalign.tracking.progress import rounds_bar
+        elif notebook or find_spec("rich") is None:
+            with rounds_line(rounds, label, sys.stdout if notebook else sys.stderr) as write:
+                yield write
+        else:
+            from gradalign.tracking.progress import rounds_bar
 
-        with rounds_bar(rounds, label) as tick:
-            yield lambda row: tick(label, row)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a run gives back.
-
-    Attributes:
-        history: The metrics as columns, one entry per round from 0; None where a round was not measured.
-        summary: The numbers of the end, the same as in summary.json.
-        model: The final model, in evaluation mode.
-        folder: The run folder, when there is one.
-    """
-
-    history: dict[str, list[Any]]
-    summary: dict[str, Any]
-    model: nn.Module
-    folder: Path | None
+            with rounds_bar(rounds, label) as tick:
+                yield lambda row: tick(label, row)
 
 
 def conduct(
@@ -109,6 +94,7 @@ def conduct(
     options: RunOptions,
     on_row: Tell | None = None,
     notes: Mapping[str, Any] | None = None,
+    on_round: OnRound | None = None,
 ) -> Result:
     """Open the run folder, start the engine, show progress, and run what is left to do.
 
@@ -119,11 +105,13 @@ def conduct(
     info = RunInfo(name=name, folder=Path(options.out) if options.out else None, settings=spec, rounds=rounds)
     with ExitStack() as stack:
         stack.enter_context(errors.no_exit(f"the code of the task {federation.task.name}"))
+        require_measurable(measure, federation)
         # The engine first: when the folder is refused, the ranks are there to be told.
         engine = stack.enter_context(engine_maker())
         if isinstance(engine, DistributedEngine) and engine.rank != 0:
-            (history, summary), point = engine.follow()
-            return Result(history=history, summary=summary, model=_model(federation, point), folder=None)
+            (history, summary, table), point = engine.follow()
+            model, clients = model_at(federation, point), None if table is None else ClientResults.from_table(table)
+            return Result(history=history, summary=summary, model=model, folder=None, client_results=clients)
         folder = None
         if info.folder is not None:
             require_writable(federation.task.make_model(seed))
@@ -149,11 +137,11 @@ def conduct(
         if done is not None:
             result = _finished(federation, done)
         else:
-            result = _play_all(
-                federation, engine, rounds, measure, folder, options.checkpoint_seconds, begin, notes or {}
-            )
+            all_rounds = AllRounds(federation, engine, rounds, measure, folder, on_round)
+            result = all_rounds.play(options.checkpoint_seconds, begin, notes or {})
         if isinstance(engine, DistributedEngine):
-            engine.finish([result.history, result.summary], FlatModel(result.model).read())
+            table = None if result.client_results is None else result.client_results.to_table()
+            engine.finish([result.history, result.summary, table], FlatModel(result.model).read())
         if done is not None:
             trackers.catch_up(replace(info, earlier=read_metrics(done.path)), result.summary)
         else:
@@ -161,110 +149,23 @@ def conduct(
         return result
 
 
-def _model(federation: Federation, point: Point) -> nn.Module:
-    model = federation.task.make_model(federation.seed)
-    FlatModel(model).load(point)
-    return model.eval()
-
-
 def _finished(federation: Federation, folder: RunFolder) -> Result:
     """Return the result of a run that is complete already."""
-    model = federation.task.make_model(federation.seed)
-    tensors, rows = folder.finished()
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        raise GradalignError(f"{folder.path / MODEL} does not fit the task's model: {first}") from None
-    return Result(history=columns(rows), summary=folder.summary or {}, model=model.eval(), folder=folder.path)
-
-
-def _play_all(
-    federation: Federation,
-    engine: Engine,
-    rounds: int,
-    measure: Measure,
-    folder: RunFolder | None,
-    checkpoint_seconds: float,
-    begin: Callable[[list[Row]], Tell],
-    notes: Mapping[str, Any],
-) -> Result:
-    """Play all rounds, or those that the folder's checkpoint leaves to do.
-
-    ``begin`` is told the rows that are there already, and returns whom to tell of each new one.
-    """
-    measure = settle(measure, federation, rounds)
-    restored = folder.restore(ServerState.from_tensors) if folder is not None else None
-    initial = ServerState(point=FlatModel(federation.task.make_model(federation.seed)).read())
-    state, spent = restored or (initial, 0.0)
-    _check_state(state, initial, federation, rounds)
-    # A vector from a file may begin anywhere in memory, and products with it may then round differently.
-    state = replace(state, point=state.point.clone())
-    rows: list[Row] = read_metrics(folder.path) if folder is not None else []
-    tell = begin(list(rows))
-    began, saved = time.monotonic() - spent, time.monotonic()
-
-    def note(state: ServerState, facts: RoundFacts | None) -> None:
-        measured = measured_at(state, federation, measure, rounds, engine)
-        rows.append(row_of(state, facts, measured, time.monotonic() - began))
-        if folder is not None:
-            folder.append(rows[-1])
-        tell(rows[-1])
-
-    def save(state: ServerState) -> None:
-        if folder is not None:
-            folder.save_checkpoint(*state.to_tensors(), seconds=time.monotonic() - began)
-
-    try:
-        if restored is None:
-            note(state, None)
-        while state.round < rounds:
-            after, facts = _play_patiently(federation, engine, state)
-            stopping.stop_if_asked()  # a round in which somebody swallowed the interrupt may be anything: not taken
-            note(after, facts)
-            state = after
-            if time.monotonic() - saved >= checkpoint_seconds:
-                save(state)
-                saved = time.monotonic()
-    except (DivergedError, LostRankError, TooFewClientsError, KeyboardInterrupt):
-        stopping.answer()
-        if rows:
-            save(state)
-        raise
-    summary = summarise(rows, federation, measure) | dict(notes)
-    model = _model(federation, state.point)
-    if folder is not None:
-        with stopping.held():
-            summary = folder.finish(model.state_dict(), summary)
-    return Result(history=columns(rows), summary=summary, model=model, folder=folder.path if folder else None)
-
-
-def _play_patiently(federation: Federation, engine: Engine, state: ServerState) -> tuple[ServerState, RoundFacts]:
-    """Play a round, again when too few clients answered, as often as the engine has patience."""
-    for _ in range(engine.attempts - 1):
+    left = folder.finished()
+    models = []
+    for name, tensors in ((MODEL, left.model), (BEST, left.best)):
+        model = federation.task.make_model(federation.seed).eval()
         try:
-            return play_round(federation, engine, state)
-        except TooFewClientsError as error:
-            logger.warning("%s; the round is played again", error)
-    return play_round(federation, engine, state)
-
-
-def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:
-    """Refuse a checkpoint of another model, or one that lacks what the algorithm or the server's rule goes on with."""
-    for name, what in (("x", "parameters"), ("floats", "float buffers"), ("ints", "integer buffers")):
-        stored, wanted = getattr(state.point, name), getattr(initial.point, name)
-        if stored.shape != wanted.shape or stored.dtype != wanted.dtype:
-            raise GradalignError(
-                f"the checkpoint holds a model with {stored.numel()} {what} ({stored.dtype}), "
-                f"the task's has {wanted.numel()} ({wanted.dtype})"
-            )
-    if not 0 <= state.round <= rounds:
-        raise GradalignError(f"the checkpoint is of round {state.round}, the run has {rounds}")
-    if state.totals.local_updates == 0:  # nobody has reported yet, so nothing is remembered
-        return
-    nothing = torch.zeros(1, dtype=torch.float64)
-    remembered = set(federation.algorithm.server.step(nothing, nothing, {})[1])
-    keepers = {part.label for part in federation.algorithm.keepers}
-    missing = (remembered - set(state.memory)) | (keepers - set(state.shared)) | (keepers - set(state.kept))
-    if missing:
-        raise GradalignError(f"the checkpoint lacks what {federation.algorithm.label} remembers: {min(missing)}")
+            model.load_state_dict(tensors or model.state_dict())
+        except RuntimeError as error:
+            first = str(error).strip().splitlines()[0]
+            raise GradalignError(f"{folder.path / name} does not fit the task's model: {first}") from None
+        models.append(model)
+    return Result(
+        history=columns(left.rows),
+        summary=folder.summary or {},
+        model=models[0],
+        folder=folder.path,
+        best=None if left.best is None else models[1],
+        client_results=None if left.clients is None else ClientResults.from_table(left.clients),
+    )

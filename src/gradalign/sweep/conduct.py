@@ -167,5 +167,6 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     if not complete or complete[0].stage in _FINAL:  # of those, means over the seeds are what counts
         return words
     best = max(complete, key=protocol.rank)
-    score = score_words(best.score or 0.0, accuracies=protocol.are_accuracies(outcomes))
+    scoring = protocol.scoring_of(outcomes)
+    score = score_words(scoring.name, scoring.shown(best.score))
     return f"{words}; best {describe_point(best.point)}: validation {score}"

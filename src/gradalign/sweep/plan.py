@@ -18,11 +18,12 @@ from gradalign.recipes.scale import apply_scale
 from gradalign.recipes.spec import Spec, SweepSpec, explain, validate
 from gradalign.runs import METRICS, safe_name
 from gradalign.runs.metrics import read_metrics
-from gradalign.server.measure import Row
+from gradalign.server.measure import Measure, Row
+from gradalign.server.monitor import Monitor
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, combinations, shown
 from gradalign.sweep.protocol import Search, State, baseline_of
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, with_metrics
 
 Scored = Literal["validation", "test"]
 _DEFAULT_TRIALS = 40
@@ -193,13 +194,14 @@ class TrialRunner:
             on_row(row)
             if not checked and row["round"] >= threshold:
                 # From the file, because a resumed run's check may lie before the round that it goes on with.
-                checked = _report(trial, read_metrics(folder), threshold, spec.rounds, scored)
+                checked = _report(trial, read_metrics(folder), threshold, spec.rounds, monitor)
                 if checked and trial is not None and trial.should_prune():
                     raise optuna.TrialPruned
 
         key = repr((spec.seed, spec.task, spec.clients.holdout))
         if key not in self._tasks:
             self._tasks[key] = task_of(spec)
+        monitor = Monitor(Measure(**spec.measure.model_dump()), with_metrics(self._tasks[key], spec.measure.metrics))
         state: State = "complete"
         try:
             name = f"{folder.parent.name}-{folder.name}"  # of the stage and the trial, for trackers
@@ -211,8 +213,8 @@ class TrialRunner:
             state = "pruned"
         rows = read_metrics(folder) if (folder / METRICS).exists() else []
         if not checked:  # the run was complete already, in a process that died before it could say so
-            _report(trial, rows, threshold, spec.rounds, scored)
-        last: Row = next((row for row in reversed(rows) if _score_of(row, scored) is not None), {})
+            _report(trial, rows, threshold, spec.rounds, monitor)
+        last: Row = next((row for row in reversed(rows) if monitor.value(row) is not None), {})
         facts = {
             f"{scored}_accuracy": last.get(f"{scored}_accuracy"),
             f"{scored}_loss": last.get(f"{scored}_loss"),
@@ -220,21 +222,16 @@ class TrialRunner:
             "rounds": spec.rounds,
             "seconds": rows[-1]["seconds"] if rows else 0.0,
         }
-        return state, _score_of(rows[-1], scored) if state == "complete" else None, facts
+        if spec.measure.monitor is not None:
+            name = monitor.name.removeprefix(f"{scored}_")
+            facts |= {f"{scored}_{name}": last.get(monitor.name), "scored_by": [name, monitor.larger]}
+        return state, monitor.value(rows[-1]) if state == "complete" else None, facts
 
 
-def _score_of(row: Mapping[str, Any], scored: Scored) -> float | None:
-    """Return what is maximised: the accuracy, or minus the loss of a task that has no accuracy."""
-    accuracy, loss = row.get(f"{scored}_accuracy"), row.get(f"{scored}_loss")
-    if accuracy is not None:
-        return float(accuracy)
-    return None if loss is None else -float(loss)
-
-
-def _report(trial: optuna.Trial | None, rows: list[Row], threshold: float, rounds: int, scored: Scored) -> bool:
+def _report(trial: optuna.Trial | None, rows: list[Row], threshold: float, rounds: int, monitor: Monitor) -> bool:
     """Report the first score at or after the threshold and before the end; return whether there is one."""
     for row in rows:
-        score = _score_of(row, scored)
+        score = monitor.value(row)
         if trial is not None and threshold <= row["round"] < rounds and score is not None:
             trial.report(score, row["round"])
             return True

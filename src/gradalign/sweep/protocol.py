@@ -133,9 +133,33 @@ def count_states(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {state: sum(one.state == state for one in outcomes) for state in ("complete", "pruned", "diverged")}
 
 
-def are_accuracies(outcomes: Sequence[Outcome]) -> bool:
-    """Return whether the scores of a search are accuracies, or else minus losses."""
-    return any(one.facts.get("validation_accuracy") is not None for one in outcomes)
+@dataclass(frozen=True)
+class Scoring:
+    """What a search goes by, and how its scores, of which the largest is the best, are shown."""
+
+    name: str
+    larger: bool
+
+    @property
+    def factor(self) -> float:
+        """What a score is multiplied with to be shown: accuracies in percent, losses as they are."""
+        return (100.0 if self.name == "accuracy" else 1.0) * (1.0 if self.larger else -1.0)
+
+    @property
+    def words(self) -> str:
+        return "accuracy, %" if self.name == "accuracy" else self.name
+
+    def shown(self, score: float | None) -> float:
+        return self.factor * (score or 0.0)
+
+
+def scoring_of(outcomes: Sequence[Outcome]) -> Scoring:
+    """Return what these outcomes were scored by: a monitored metric, else accuracy where there is one, else loss."""
+    for one in outcomes:
+        if "scored_by" in one.facts:
+            return Scoring(*one.facts["scored_by"])
+    accuracies = any(one.facts.get("validation_accuracy") is not None for one in outcomes)
+    return Scoring("accuracy", True) if accuracies else Scoring("loss", False)
 
 
 def rank(outcome: Outcome) -> tuple[float, float]:

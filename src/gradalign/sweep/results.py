@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from gradalign.compare import spread
+from gradalign.comparison import spread
 from gradalign.recipes import merge
 from gradalign.recipes.scale import describe_scale
 from gradalign.report.figures import COLOURS, STYLE, save, tidy
@@ -21,7 +21,17 @@ from gradalign.runs import SUMMARY, write_json, write_toml, write_whole
 from gradalign.server.measure import versions
 from gradalign.sweep.grid import PLACES, Point, apply_point, describe_point, shown
 from gradalign.sweep.plan import SweepPlan, plain
-from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, Found, Outcome, are_accuracies, best_of, count_states
+from gradalign.sweep.protocol import (
+    FINALISTS,
+    TEST,
+    TEST_BETA,
+    Found,
+    Outcome,
+    Scoring,
+    best_of,
+    count_states,
+    scoring_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +74,8 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     ranks: list[tuple[bool, float]] = []
-    name, sign = ("validation_accuracy", 1) if are_accuracies(found.tuned) else ("validation_loss", -1)
+    scoring = scoring_of(found.tuned)
+    sign = 1 if scoring.larger else -1
     for first in found.finalists:
         runs = [one for one in found.tested if one.point == first.point]
         again = [one for one in found.validated if one.point == first.point]
@@ -72,7 +83,8 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
         rows.append(
             {
                 "values": first.point,
-                name: spread([sign * score for score in scores]),
+                f"validation_{scoring.name}": spread([sign * score for score in scores]),
+                f"test_{scoring.name}": spread(_known(runs, f"test_{scoring.name}")),
                 "test_accuracy": spread(_known(runs, "test_accuracy")),
                 "test_loss": spread(_known(runs, "test_loss")),
                 "diverged": sum(one.state == "diverged" for one in (*again, *runs)),
@@ -98,8 +110,9 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
     baseline = best_of(found.baseline, "the baseline") if found.baseline else None
     return {
         "kind": "sweep",
-        "score": "accuracy" if are_accuracies(found.tuned) else "loss",
-        "scale": describe_scale(spec.full_size, spec) if spec.full_size else None,
+        "score": scoring_of(found.tuned).name,
+        "larger_is_better": scoring_of(found.tuned).larger,
+        "scale": describe_scale(spec),
         **{key: value for key, value in plan.describe().items() if key != "recipes"},
         "baseline": plan.search.baseline,
         "seeds": list(range(plan.seed, plan.seed + plan.seeds)),
@@ -160,10 +173,6 @@ def write_results(folder: Path, plan: SweepPlan, found: Found) -> dict[str, Any]
 # Pictures
 
 
-def _height(score: float | None, accuracies: bool) -> float:
-    return 100 * (score or 0.0) if accuracies else -(score or 0.0)
-
-
 def _scale(axes: Axes, values: Sequence[float]) -> None:
     """Draw ratios evenly, with zero, where it was tried, at the left end."""
     positive = [value for value in values if value > 0]
@@ -181,45 +190,45 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
 def _draw_beta(folder: Path, plan: SweepPlan, found: Found, summary: dict[str, Any]) -> None:
     """Draw validation accuracy over β with all else fixed, and the finalists' test accuracy where they have it."""
     searched = [one for one in found.tuned if one.stage in ("beta-coarse", "beta-fine")]
-    accuracies = are_accuracies(searched)
+    scoring = scoring_of(searched)
     scored = [one for one in searched if one.score is not None]
     if not scored:
         return
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*_line(scored, accuracies), color=COLOURS[0], linewidth=1.2, label="validation, one seed")
+    axes.plot(*_line(scored, scoring), color=COLOURS[0], linewidth=1.2, label="validation, one seed")
     for stage, marker, filled in (("coarse", "o", COLOURS[0]), ("fine", "s", "white")):
-        own = _line([one for one in scored if one.stage == f"beta-{stage}"], accuracies)
+        own = _line([one for one in scored if one.stage == f"beta-{stage}"], scoring)
         axes.plot(*own, marker, color=COLOURS[0], markerfacecolor=filled, label=f"  {stage}")
     ended = [float(one.point["beta"]) for one in searched if one.score is None]
     if ended:
         low: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
         axes.plot(ended, [0.02] * len(ended), "x", color="#999999", label="ended early or diverged", **low)
     if summary["baseline_best"] is not None:
-        level = _height(summary["baseline_best"]["validation_score"], accuracies)
+        level = scoring.shown(summary["baseline_best"]["validation_score"])
         label = f"validation, tuned {plan.search.baseline}"
         axes.axhline(level, color=COLOURS[6], linestyle="--", linewidth=1, label=label)
     tested = [one for one in found.tested_betas if one.score is not None]
     if tested:  # the paper's figure
-        axes.plot(*_line(tested, accuracies), "^-", color=COLOURS[2], linewidth=1.2, label="test, one seed")
+        axes.plot(*_line(tested, scoring), "^-", color=COLOURS[2], linewidth=1.2, label="test, one seed")
     betas = [float(one.point["beta"]) for one in searched]
-    _scale(axes, betas + _draw_finalists(axes, summary, accuracies))
-    tidy(axes, "β", "accuracy, %" if accuracies else "loss")
+    _scale(axes, betas + _draw_finalists(axes, summary, scoring))
+    tidy(axes, "β", scoring.words)
     fixed = {name: value for name, value in scored[0].point.items() if name != "beta"}
     axes.set_title(f"{plan.name}: {describe_point(fixed)}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save(figure, folder / BETA)
 
 
-def _line(outcomes: Iterable[Outcome], accuracies: bool) -> tuple[list[float], list[float]]:
+def _line(outcomes: Iterable[Outcome], scoring: Scoring) -> tuple[list[float], list[float]]:
     """Return the β of trials in ascending order, and their heights."""
-    points = sorted((float(one.point["beta"]), _height(one.score, accuracies)) for one in outcomes)
+    points = sorted((float(one.point["beta"]), scoring.shown(one.score)) for one in outcomes)
     return [beta for beta, _ in points], [height for _, height in points]
 
 
-def _draw_finalists(axes: Axes, summary: dict[str, Any], accuracies: bool) -> list[float]:
+def _draw_finalists(axes: Axes, summary: dict[str, Any], scoring: Scoring) -> list[float]:
     """Draw the finalists' test results, mean and standard deviation over the seeds; return their β."""
-    what, scale = ("test_accuracy", 100) if accuracies else ("test_loss", 1)
+    what, scale = f"test_{scoring.name}", abs(scoring.factor)
     seeds = len(summary["seeds"])
     label = f"finalists on the test set, {seeds} seed{'s' if seeds > 1 else ''}, other values tuned too"
     drawn: list[float] = []
@@ -236,7 +245,7 @@ def _draw_finalists(axes: Axes, summary: dict[str, Any], accuracies: bool) -> li
 def _draw_values(folder: Path, plan: SweepPlan, found: Found) -> None:
     """Draw a panel for each varied value: every complete trial of the algorithm, and the best at each value."""
     outcomes = [one for one in found.tuned if one.score is not None]
-    accuracies = are_accuracies(outcomes)
+    scoring = scoring_of(outcomes)
     names = [name for name in plan.search.lists if _varies(name, outcomes)]
     if not names:
         return
@@ -244,23 +253,23 @@ def _draw_values(folder: Path, plan: SweepPlan, found: Found) -> None:
     figure = Figure(figsize=(4 * min(3, len(names)), 3.4 * rows), layout="constrained")
     grid = figure.subplots(rows, min(3, len(names)), squeeze=False)
     for axes, name in zip(grid.flat, names, strict=False):
-        _draw_value(axes, name, [one for one in outcomes if name in one.point], accuracies)
+        _draw_value(axes, name, [one for one in outcomes if name in one.point], scoring)
     for axes in grid.flat[len(names) :]:
         axes.set_visible(False)
     figure.suptitle(f"{plan.name}: trials of the search, and the best at each value", fontsize=10)
     save(figure, folder / VALUES)
 
 
-def _draw_value(axes: Axes, name: str, outcomes: Sequence[Outcome], accuracies: bool) -> None:
+def _draw_value(axes: Axes, name: str, outcomes: Sequence[Outcome], scoring: Scoring) -> None:
     tried = {one.point[name] for one in outcomes}
     numbers = sorted(value for value in tried if not isinstance(value, str))
     words = sorted(value for value in tried if isinstance(value, str))
     values = [*numbers, *words]
     by_number = name in ("lr", "beta", "mu", "alpha", "server_lr", "clip_norm", "weight_decay") and not words
     places = {value: float(value) if by_number else place for place, value in enumerate(values)}
-    heights = [_height(one.score, accuracies) for one in outcomes]
+    heights = [scoring.shown(one.score) for one in outcomes]
     axes.plot([places[one.point[name]] for one in outcomes], heights, "o", color=COLOURS[0], alpha=0.35, markersize=4)
-    better = max if accuracies else min
+    better = max if scoring.larger else min
     best = [better(y for one, y in zip(outcomes, heights, strict=True) if one.point[name] == v) for v in values]
     axes.plot([places[value] for value in values], best, color=COLOURS[1], linewidth=1.2)
     if by_number and len(numbers) <= 12:
@@ -270,4 +279,4 @@ def _draw_value(axes: Axes, name: str, outcomes: Sequence[Outcome], accuracies: 
     else:
         axes.set_xticks(range(len(values)), [shown(value) for value in values])
     label = {"beta": "β", "batch": "batch size", "weight_decay": "weight decay"}.get(name, name)
-    tidy(axes, label, "validation accuracy, %" if accuracies else "validation loss")
+    tidy(axes, label, f"validation {scoring.words}")

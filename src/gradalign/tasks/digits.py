@@ -51,10 +51,13 @@ def digits(division: Division, *, seed: int = 0, test_share: float = 0.25) -> Ta
     whole = division.divide(labels[train], seed)
     used = division.subset(whole, labels[train], seed)
     targets = torch.as_tensor(labels)
+    # A client's own tests are the test digits of its classes: what it will be shown, if it goes on as it began.
+    own = [np.flatnonzero(np.isin(labels[test], labels[train][rows])) for rows in used]
     return Task(
         name="digits",
         model=digits_model,
         clients=PartitionedClients((images[train], targets[train]), used),
         test=(images[test], targets[test]),
+        client_tests=PartitionedClients((images[test], targets[test]), own),
         facts=division.describe(len(whole), len(used)),
     )

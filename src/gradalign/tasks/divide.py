@@ -49,8 +49,9 @@ class Division:
         iid_share: For "sorted".
         alpha: For "dirichlet".
         parts: For "custom": lists of row numbers, one per client, or the name of a JSON file with them.
-        client_share: The share of these clients that takes part at all, a seeded choice of them.
-        data_share: The share of its examples that each of them has.
+        client_share: The share of these clients that takes part at all, a seeded choice of them and as many more as it
+            takes to have every class.
+        data_share: The share of its examples that each of them has, at least one of each of its classes.
     """
 
     partition: str = "iid"
@@ -95,15 +96,21 @@ class Division:
 
     def subset(self, parts: list[Rows], labels: Labels, seed: int) -> list[Rows]:
         """Return the clients and rows that the shares ask for: a seeded choice of clients, an even choice of rows."""
+        # Windows of text overlap their neighbours, and their letters are as common as they are: thin them out.
+        as_they_are = self.partition in ("natural", "custom")
         if self.client_share < 1.0:
             # At least two: one client has nobody to align with.
             count = max(min(2, len(parts)), round(self.client_share * len(parts)))
-            chosen = numpy_stream(seed, Purpose.PARTITION, _SCALE_KEY).choice(len(parts), count, replace=False)
+            stream = numpy_stream(seed, Purpose.PARTITION, _SCALE_KEY)
+            chosen = stream.choice(len(parts), count, replace=False)
+            if not as_they_are:
+                chosen = _with_all_classes(chosen, [np.unique(labels[part]) for part in parts], stream)
             parts = [parts[client] for client in np.sort(chosen)]
-        if self.data_share < 1.0:
-            # Windows of text overlap their neighbours, and their letters are as common as they are: thin them out.
-            choose = spaced_choice if self.partition in ("natural", "custom") else even_choice
-            parts = [part[choose(labels[part], math.ceil(self.data_share * len(part)))] for part in parts]
+        if self.data_share < 1.0 and as_they_are:
+            parts = [part[spaced_choice(labels[part], math.ceil(self.data_share * len(part)))] for part in parts]
+        elif self.data_share < 1.0:
+            counts = [max(math.ceil(self.data_share * len(part)), len(np.unique(labels[part]))) for part in parts]
+            parts = [part[even_choice(labels[part], count)] for part, count in zip(parts, counts, strict=True)]
         return parts
 
     def describe(self, clients: int, used: int) -> dict[str, str]:
@@ -113,6 +120,16 @@ class Division:
             share = f"{100 * self.data_share:.4g} % of their examples"
             facts["kept"] = f"scaled to {used} of {clients} clients with {share}"
         return facts
+
+
+def _with_all_classes(chosen: Rows, held: Sequence[Labels], stream: np.random.Generator) -> Rows:
+    """Return the chosen clients, and others in a random order that hold a class which none before them holds."""
+    classes, more = set(np.concatenate([held[client] for client in chosen]).tolist()), []
+    for client in stream.permutation(np.setdiff1d(np.arange(len(held)), chosen)):
+        if not classes.issuperset(held[client].tolist()):
+            classes |= set(held[client].tolist())
+            more.append(client)
+    return np.append(chosen, np.array(more, np.int64))
 
 
 def divided(
@@ -181,7 +198,7 @@ def class_counts_of(task: Task, most: int | None = None) -> ClassCounts:
     if labels is None or any(len(own) and own.min() < 0 for own in labels):
         raise GradalignError(f"the task {task.name} does not divide labelled examples among clients")
     classes = 1 + max((int(own.max()) for own in labels if len(own)), default=0)
-    names = CLASS_NAMES.get(task.name, ())
+    names = tuple(task.class_names) or CLASS_NAMES.get(task.name, ())
     if len(names) < classes:  # a task of the user's own may have the name of ours
         names = tuple(map(str, range(classes)))
     if len(names) > _MOST_CLASSES:

@@ -34,7 +34,8 @@ _TRIES = 16
 def hold_out(task: Task, share: float, seed: int = 0) -> Task:
     """Return the task with a share of each client's examples taken out of training and scored instead of the test set.
 
-    Examples that belong together (``Task.groups``) are not torn apart, and what lies between is left out of both.
+    Examples that belong together (``Task.groups``) are not torn apart, and what lies between is left out of both. What
+    was held out from a client is its own test (``Task.client_tests``).
 
     Args:
         task: What is trained; its own test set is not part of the result.
@@ -45,16 +46,17 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
         raise GradalignError(f"the share to hold out must be between 0 and 1, got {share:g}")
     split, groups = _splitter(task, share, seed)
     if isinstance(task.clients, PartitionedClients):
-        clients, validation = _split_partition(task.clients, split)
+        clients, validation, counts = _split_partition(task.clients, split)
     else:
-        clients, validation = _split_entries(task, split, seed)
+        clients, validation, counts = _split_entries(task, split, seed)
     if not validation:
         groups_too = "" if groups is None else ", or smaller groups of examples that belong together"
         raise GradalignError(
             f"holding out {share:g} of each client of the task {task.name} gives no validation example; "
             f"hold out more, or use larger clients{groups_too}"
         )
-    return replace(task, clients=clients, test=validation, groups=groups, scored_on="validation")
+    own = _Consecutive(validation, counts)
+    return replace(task, clients=clients, test=validation, client_tests=own, groups=groups, scored_on="validation")
 
 
 def split_rows(examples: int, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
@@ -85,29 +87,31 @@ def _splitter(task: Task, share: float, seed: int) -> tuple[Split, Sequence[Any]
     return partial(_split_as_given, rows), [own[used] for own, used in zip(spans, trained, strict=True)]
 
 
-def _split_partition(clients: PartitionedClients, split: Split) -> tuple[Sequence[Any], Examples | None]:
+def _split_partition(clients: PartitionedClients, split: Split) -> tuple[Sequence[Any], Examples | None, list[int]]:
     trained, held = [], []
     for client, rows in enumerate(clients.rows.split(clients.sizes().tolist())):
         train, valid = split(client=client, examples=len(rows))
         trained.append(rows[train])
         held.append(rows[valid])
     validation = TensorExamples(clients.tensors, torch.cat(held), clients.transform)
-    return PartitionedClients(clients.tensors, trained, clients.transform), validation
+    counts = [len(rows) for rows in held]
+    return PartitionedClients(clients.tensors, trained, clients.transform), validation, counts
 
 
-def _split_entries(task: Task, split: Split, seed: int) -> tuple[Sequence[Any], Examples | None]:
+def _split_entries(task: Task, split: Split, seed: int) -> tuple[Sequence[Any], Examples | None, list[int]]:
     """Split clients that are entries of a list, or made on demand; what is held out is gathered now, once."""
-    batches = []
+    batches, counts = [], []
     for client in range(len(task.clients)):
         examples = task.client(client, seed)
         rows = split(client=client, examples=len(examples))[1]
+        counts.append(len(rows))
         if len(rows):
             batches.append(examples.batch(rows))
     clients: Sequence[Any] = _TrainingParts(task.clients, split)
     if isinstance(task.clients, list | tuple):
         clients = list(clients)
     try:
-        return clients, _Gathered(join_batches(batches)) if batches else None
+        return clients, _Gathered(join_batches(batches)) if batches else None, counts
     except GradalignError as error:
         raise GradalignError(f"cannot hold out validation examples: {error}") from None
 
@@ -126,6 +130,23 @@ class _TrainingParts(Sequence[Any]):
             return [self[i] for i in range(*client.indices(len(self)))]
         examples = as_examples(self._clients[client])
         return examples.select(self._split(client=client % len(self), examples=len(examples))[0])
+
+
+class _Consecutive(Sequence[Examples | None]):
+    """Examples cut into pieces, one for each client in turn; None for an empty one."""
+
+    def __init__(self, examples: Examples, counts: Sequence[int]) -> None:
+        self._examples, self._ends = examples, np.cumsum([0, *counts])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return [self[i] for i in range(*client.indices(len(self)))]
+        client = range(len(self))[client]
+        rows = torch.arange(int(self._ends[client]), int(self._ends[client + 1]))
+        return self._examples.select(rows) if len(rows) else None
 
 
 class _Gathered(Examples):

@@ -126,7 +126,8 @@ def federate(
     """Return the task of a data set divided among clients.
 
     Classes that no client holds are left out of the test set too, which happens only where there are fewer
-    clients than it takes to hold all classes; the test set has the same share of its examples as the clients.
+    clients than it takes to hold all classes. Texts are tested on the same share of their examples as clients have;
+    of images, all are there, however few are trained on.
     """
     labels = data.train.labels
     choose = spaced_choice if data.users else even_choice
@@ -135,7 +136,8 @@ def federate(
     whole = division.divide(labels[pool], seed, owners)
     parts = [pool[part] for part in division.subset(whole, labels[pool], seed)]
     test = _test_rows(data, parts, natural=division.partition == "natural")
-    test = test[choose(data.test.labels[test], math.ceil(division.data_share * len(test)))]
+    if data.users:
+        test = test[choose(data.test.labels[test], math.ceil(division.data_share * len(test)))]
     test = test[choose(data.test.labels[test], division.test_limit)]
     held = data.classes if data.users else len(_values(labels, parts))
     return Task(

@@ -44,17 +44,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "").strip() or "~/.cache").expanduser() / "gradalign"
 
 
-def data_folder(named: str | Path | None = None) -> Path:
+def data_folder(named: str | Path | None = None, *, to_make: bool = False) -> Path:
     """Return the one folder where data sets are looked for and downloaded to.
 
-    It is the named one, else that of ``--data-dir``, else $GRADALIGN_DATA, else a folder in the user's cache.
+    It is the named one, else that of ``--data-dir``, else $GRADALIGN_DATA, else a folder in the user's cache. One that
+    does not exist is refused, unless it is ``to_make``.
     """
     chosen = named or _chosen.get() or os.environ.get("GRADALIGN_DATA")
     if not chosen:
         return cache_folder() / "data"
     folder = Path(chosen).expanduser()
-    if not folder.is_dir():
-        raise GradalignError(f"the data folder {folder} does not exist")
+    if not folder.is_dir() and not (to_make and not folder.exists()):
+        raise GradalignError(f"the data folder {folder} {'is no folder' if folder.exists() else 'does not exist'}")
     return folder
 
 
@@ -181,12 +182,17 @@ def fetch(archive: Archive, folder: Path, progress: Any = False) -> list[Path]:
     """
     places = {member: folder / place for member, place in archive.members.items()}
     if not all(path.is_file() for path in places.values()):
+        made = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _workshop(folder, ".download-") as workshop, at_stake():
                 _unpack(_download(archive, workshop, progress), places, workshop)
         except OSError as error:
             raise GradalignError(f"cannot write to the data folder {folder}: {error.strerror or error}") from None
+        finally:
+            if made:
+                with suppress(OSError):  # it is there for the data that came
+                    folder.rmdir()
     return list(places.values())
 
 

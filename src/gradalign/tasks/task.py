@@ -6,7 +6,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,6 +20,13 @@ from torch.nn.parameter import is_lazy
 from gradalign.errors import ClientError, GradalignError, no_exit
 from gradalign.seeding import Purpose, global_stream
 from gradalign.tasks.batches import Examples, TensorExamples, Transform, as_examples, example_count
+from gradalign.tasks.metrics import Metric, NamedMetric, check_metrics
+
+
+def with_metrics(task: Task, names: Sequence[str]) -> Task:
+    """Return the task with torchmetrics' metrics of these names beside its own, which come first where names meet."""
+    added = {name: NamedMetric(name) for name in names if name not in task.metrics}
+    return replace(task, metrics={**task.metrics, **added}) if added else task
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -128,7 +135,15 @@ class PartitionedClients(Sequence[Examples]):
         return np.diff(self.offsets)
 
 
-@dataclass(frozen=True, kw_only=True)
+def _entry(entries: Sequence[Any], index: int, seed: int, *keys: int) -> Any:
+    """Return one entry; a sequence that makes them on demand draws from a stream of the entry's own."""
+    if isinstance(entries, PartitionedClients | list | tuple):
+        return entries[index]
+    with global_stream(seed, Purpose.CLIENT, index, *keys):
+        return entries[index]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Task:
     """What is trained and on whose data.
 
@@ -144,9 +159,16 @@ class Task:
         accuracy: ``accuracy(outputs, targets)`` gives the batch's mean accuracy, or None where it has none.
         scored_on: What the test examples are called in the metrics: "validation" where ``hold_out`` put held-out
             training examples in their place.
+        client_tests: Each client's own test examples, one entry per client in the same forms, None for a client that
+            has none. With them a run also tells how every client fares; nobody's examples are taken in their stead.
+            ``hold_out`` gives every client those that were held out from it.
+        metrics: Further metrics by name, beside loss and accuracy: ``metric(outputs, targets)`` over all test examples
+            at once, or a ``torchmetrics.Metric``. The column of "f1" is ``test_f1``.
         groups: Which examples belong together, where some do: one entry per client with, for each of its examples, a
             whole number, a name, or a pair (first, last) of whole numbers. ``hold_out`` never puts examples that share
             a number on both sides: pictures of one patient, or windows of text, whose pairs are the letters they cover.
+        client_names: What the clients are called in the report, one name each; by default their numbers.
+        class_names: What the classes are called in pictures of who holds which; by default their numbers.
         name: The task's name in run folders and tables.
         facts: Anything worth printing beside the results, such as the partition or the size of a subset.
     """
@@ -159,7 +181,11 @@ class Task:
     augment: Callable[[Any], Any] | None = None
     accuracy: Callable[[Any, Any], Tensor | float | None] = share_correct
     scored_on: Literal["test", "validation"] = "test"
+    client_tests: Sequence[Any] | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
     groups: Sequence[Any] | None = None
+    client_names: Sequence[str] | None = None
+    class_names: Sequence[str] = ()
     name: str = "custom"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -179,25 +205,47 @@ class Task:
         count = len(self.clients)
         if count == 0:
             raise GradalignError(f"the task {self.name} has no clients")
-        if self.groups is not None and (not hasattr(self.groups, "__len__") or len(self.groups) != count):
-            raise GradalignError(f"Task.groups must be a sequence with one entry for each of {count} clients")
+        for name in ("groups", "client_tests", "client_names"):
+            given = getattr(self, name)
+            if given is not None and (not hasattr(given, "__len__") or len(given) != count):
+                raise GradalignError(f"Task.{name} must be a sequence with one entry for each of {count} clients")
+        check_metrics(self.metrics)
+        for client, entry in enumerate(self.client_tests if isinstance(self.client_tests, list | tuple) else ()):
+            try:
+                _ = entry is None or example_count(entry)
+            except GradalignError as error:
+                raise GradalignError(f"Task.client_tests, client {client}: {error}") from None
         # A list is all there already: look at it now. A lazy sequence is looked at client by client.
         if self.sizes is not None and not self.sizes.all():
             raise self._has_none(int(self.sizes.argmin()))
+
+    def __repr__(self) -> str:
+        """Return name and counts: data and models are long."""
+        words = [f"{len(self.clients):,} clients"]
+        if (sizes := self.sizes) is not None:
+            words.append(f"{int(sizes.sum()):,} training examples")
+        if self.test_examples is not None:
+            words.append(f"{len(self.test_examples):,} {self.scored_on} examples")
+        words += ["tests of clients"] * (self.client_tests is not None) + list(self.metrics)
+        return f"<Task {self.name}: {', '.join(words)}>"
 
     def _has_none(self, client: int) -> GradalignError:
         return GradalignError(f"client {client} of the task {self.name} has no examples; every client needs some")
 
     def client(self, index: int, seed: int = 0) -> Examples:
         """Return one client's examples; a sequence that makes them on demand draws from a stream of its own."""
-        if isinstance(self.clients, PartitionedClients | list | tuple):
-            examples = as_examples(self.clients[index])
-        else:
-            with global_stream(seed, Purpose.CLIENT, index):
-                examples = as_examples(self.clients[index])
+        examples = as_examples(_entry(self.clients, index, seed))
         if len(examples) == 0:
             raise self._has_none(index)
         return examples
+
+    def client_test(self, index: int, seed: int = 0) -> Examples | None:
+        """Return one client's own test examples, None where it has none; made on demand as clients may be."""
+        if self.client_tests is None:
+            return None
+        # Another stream than the client's: examples drawn from the same one would be its training examples.
+        entry = _entry(self.client_tests, index, seed, 1)
+        return None if entry is None else as_examples(entry) or None
 
     @cached_property
     def sizes(self) -> NDArray[np.int64] | None:

@@ -25,6 +25,7 @@ _GROUPS = {
     "validation": ("validation_loss", "validation_accuracy"),
     "train": ("train_loss", "train_accuracy"),
 }
+_KINDS = ("test", "validation", "clients", "personalized")  # whose further columns begin with their group's name
 _GROUP_OF = {column: group for group, columns in _GROUPS.items() for column in columns}
 
 
@@ -68,7 +69,8 @@ def tagged(row: Row) -> dict[str, float]:
     for column, value in row.items():
         if column == "round" or isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        group = _GROUP_OF.get(column, "round")
+        kind = column.partition("_")[0]
+        group = _GROUP_OF.get(column, kind if kind in _KINDS else "round")
         found[f"{group}/{column.removeprefix(f'{group}_')}"] = float(value)
     return found
 

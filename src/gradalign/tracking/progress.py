@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradalign.errors import shown_text
+from gradalign.tracking.line import accuracy_note
 
 _SPEED_SECONDS = 1800.0
 _NAME, _NOTE = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
@@ -21,19 +22,9 @@ def _plain(label: str) -> str:
     return escape(shown_text(label))
 
 
-def accuracy_note(row: Mapping[str, Any], before: str = "") -> str:
-    """Return the newest measured number worth showing."""
-    for scored_on in ("test", "validation"):
-        if row.get(f"{scored_on}_accuracy") is not None:
-            return f"{scored_on} accuracy {row[f'{scored_on}_accuracy']:.1%}"
-        if row.get(f"{scored_on}_loss") is not None:
-            return f"{scored_on} loss {row[f'{scored_on}_loss']:.4g}"
-    return before
-
-
-def score_words(score: float, *, accuracies: bool) -> str:
-    """Return a score in words: an accuracy, or the loss that it is minus of."""
-    return f"accuracy {100 * score:.2f} %" if accuracies else f"loss {-score:.4g}"
+def score_words(name: str, shown: float) -> str:
+    """Return a score in words: an accuracy in percent, or another metric."""
+    return f"accuracy {shown:.2f} %" if name == "accuracy" else f"{name} {shown:.4g}"
 
 
 @contextmanager

@@ -14,24 +14,20 @@ from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
 from gradalign.recipes import Recipe, unused_changes
 from gradalign.recipes.build import build_federation, task_of
+from gradalign.recipes.paper import paper_note, paper_number
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
 from gradalign.report.statistics import spread_of
 from gradalign.runs import (
-    COMPARISON,
     CURVES,
     METRICS,
-    SPEC,
     SUMMARY,
-    differing_fields,
     safe_name,
     write_json,
-    write_toml,
 )
-from gradalign.runs.folder import locked, refuse_strangers
+from gradalign.runs.compared import comparison_folder
 from gradalign.runs.metrics import read_metrics
-from gradalign.runs.untrusted import read_table as read_toml
 from gradalign.server.measure import Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
 from gradalign.tasks.task import Task
@@ -101,20 +97,7 @@ def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) ->
         "algorithms": list(dict.fromkeys(one.entry for one in planned)),
         "seeds": sorted({one.seed for one in planned}),
     }
-    with locked(folder):
-        if (folder / SPEC).exists():
-            raise GradalignError(f"{folder} holds a single run, not a comparison; choose another --out")
-        if (folder / COMPARISON).exists():
-            if not resume:
-                raise GradalignError(
-                    f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
-                )
-            differing = differing_fields(read_toml(folder / COMPARISON), description)
-            if differing:
-                raise GradalignError(f"{folder} holds another comparison: {'; '.join(differing)}")
-        else:
-            refuse_strangers(folder, set())
-            write_toml(folder / COMPARISON, description)
+    with comparison_folder(folder, description, resume=resume):
         yield
 
 
@@ -172,14 +155,14 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
     target, on = choose_target(finished), scored_on(finished)
     first = finished[0].planned.spec
     # The paper's numbers are of test data: nothing else is set beside them.
-    paper = first.paper.model_dump(exclude={"test_accuracy"}) if first.paper and on == "test" else None
+    paper = paper_note(first) if on == "test" else None
     entries = [_entry_summary(name, runs, on, target) for name, runs in _by_entry(finished).items()]
     return {
         "name": first.name,
         "terms": terms_of([entry for entry in entries if any(run["failure"] is None for run in entry["runs"])]),
         "seeds": sorted({run.planned.seed for run in finished}),
         "rounds": first.rounds,
-        "scale": describe_scale(first.full_size, first) if first.full_size else None,
+        "scale": describe_scale(first),
         "paper": paper,
         "scored_on": on,
         "target_accuracy": target,
@@ -206,14 +189,16 @@ def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float |
     counted = [float(rounds) for rounds in reached if rounds is not None]
     spec = runs[0].planned.spec
     scores = (f"best_{on}_accuracy", f"final_{on}_accuracy", f"final_{on}_loss")
+    known = dict.fromkeys(key for run in runs for key in run.summary)
+    by_client = [key for key in known if key.startswith(("final_clients_", "final_personalized_"))]
     return {
         "name": name,
-        **{score: spread(_known(runs, score)) for score in scores},
+        **{score: spread(_known(runs, score)) for score in (*scores, *by_client)},
         "communication_rounds_to_target": spread(counted),
         "reached_target": len(counted),
         "final_r": spread(_known(runs, "final_r")),
         "communication_rounds": max((run.rows[-1]["communication_rounds"] for run in runs if run.rows), default=0),
-        "paper_test_accuracy": spec.paper.test_accuracy.get(name) if spec.paper else None,
+        "paper_test_accuracy": paper_number(spec, name),
         "settings": spec.to_dict(),
         "runs": [
             {
@@ -234,7 +219,8 @@ def write_comparison(folder: Path, finished: Sequence[Finished], curves: Sequenc
 
         shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
         seeds = f"{len(summary['seeds'])} seed{'s' * (len(summary['seeds']) > 1)}"
-        title = f"{summary['name']} {summary['terms']}: mean of {seeds}, shade from lowest to highest"
+        scale = f" (scaled to {summary['scale']})" if summary["scale"] else ""
+        title = f"{summary['name']} {summary['terms']}{scale}: mean of {seeds}, shade from lowest to highest"
         rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(finished).items()}
         draw_comparison(folder / CURVES, title, rows, shown, summary["target_accuracy"])
     write_json(folder / SUMMARY, summary)

@@ -1,0 +1,1 @@
+"""A Flower app as Flower's own quickstart has it."""

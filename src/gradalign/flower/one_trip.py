@@ -1,0 +1,200 @@
+"""Algorithms of one trip on top of Flower's own strategies, which go on sampling, averaging and evaluating.
+
+The server's s rides with x, and the client takes its own gradient: ``gradalign.flower.ClientApp`` does, with the app's
+own train function. What goes back is x + Δ_i in the arrays that came. So whatever Flower does with FedAvg's messages
+it does with these: weighting, clipping, noise, masks. s is worked out from the points that the strategy gives out,
+after all noise and never from a single client: it tells nobody anything that the points do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common import FitIns, FitRes, Parameters, parameters_to_ndarrays
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import FedAvg as FitFedAvg
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvgM, Strategy
+from flwr.serverapp.strategy.fedopt import FedOpt
+from torch import Tensor
+
+from gradalign.algorithms.plan import Algorithm, Combination, combine
+from gradalign.algorithms.rules import ServerRule
+from gradalign.algorithms.view import SharedSums
+from gradalign.client import LocalTraining
+from gradalign.errors import GradalignError, real
+from gradalign.flower import messages
+from gradalign.flower.messages import EXAMPLES, NAMES, ORDER, SHARED, TOTAL_STEP_SIZE, Order
+
+
+class _Teller:
+    """What the server tells clients beside x: the algorithm with this round's values, and s."""
+
+    def __init__(self, algorithm: Algorithm | Combination, total_step_size: float | None, weight_decay: float) -> None:
+        self.algorithm = combine(algorithm)
+        for part in self.algorithm.parts:
+            changed = type(part).multiple is not Algorithm.multiple or type(part).offset is not Algorithm.offset
+            if part.needs_gradients or part.keeps or part.one_step or part.reports or changed:
+                raise GradalignError(
+                    f"{part.label} needs more than one trip and an average; run it with AlignedStrategy. "
+                    'FedGA(beta=..., mean="running") has one trip'
+                )
+        if type(self.algorithm.server) is not ServerRule:
+            raise GradalignError("the server's rule is the strategy's here; leave it out of the algorithm")
+        self._fixed = None if total_step_size is None else real("total_step_size", total_step_size, 0.0)
+        self._size, self._local = self._fixed, LocalTraining(weight_decay=weight_decay)
+        self._names: list[str] = []
+        self._before: tuple[Combination, Tensor] | None = None
+        self._shared: dict[str, Tensor] = {}
+        self._numbers: dict[str, Mapping[str, float]] = {}
+
+    def tell(self, round_index: int, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the further values of a round's config, given the point that the strategy gives out."""
+        # As they are at first: Flower's average makes floats of a counter.
+        self._names = self._names or [name for name, value in arrays.items() if value.is_floating_point()]
+        sent_as = torch.cat([arrays[name].reshape(-1) for name in self._names])
+        x = sent_as.double()
+        if self._before is not None and self._size:
+            self._learn(*self._before, x, self._size)
+        algorithm = self.algorithm.at(round_index).informed(self._numbers)
+        self._before = algorithm, x
+        order = Order(
+            client=0,
+            round=round_index,
+            seed=0,
+            local=self._local,
+            parts=messages.encoded_parts(algorithm),
+            step_sizes=messages.needs_step_sizes(self.algorithm),
+        )
+        sent = {part.label for part in algorithm.parts if part.extra_down}
+        vectors = {label: s.to(sent_as.dtype) for label, s in self._shared.items() if label in sent}
+        shared = {SHARED + label: s.numpy().tobytes() for label, s in vectors.items()}
+        return {ORDER: order.encode(), NAMES: "\n".join(self._names), **shared}
+
+    def _learn(self, algorithm: Combination, before: Tensor, x: Tensor, total_step_size: float) -> None:
+        """Work out the next s from two points; where the round gave no new one, nothing is learnt."""
+        if torch.equal(x, before):
+            return
+        for part in algorithm.parts:
+            sums = SharedSums(
+                update=x - before,
+                kept_change=None,
+                total_step_size=total_step_size,
+                reported=1,
+                clients=1,
+                x=before,
+                weight_decay=self._local.weight_decay,
+                numbers=self._numbers.get(part.label, {}),
+            )
+            new = part.next_shared(self._shared.get(part.label), sums)
+            if new is not None:
+                self._shared[part.label] = new
+            self._numbers[part.label] = part.next_numbers(sums)
+
+    def hear(self, sizes: Iterable[tuple[float, float]]) -> None:
+        """Take the clients' total step sizes with their weights, where the server was not given a number."""
+        known = list(sizes)
+        if self._fixed is None and known:
+            self._size = sum(size * weight for size, weight in known) / sum(weight for _, weight in known)
+
+
+def _number(record: MetricRecord, name: str) -> float:
+    value = record.get(name, 1.0)
+    return 1.0 if isinstance(value, list) else float(value)
+
+
+class OneTrip(Strategy):
+    """Wraps a strategy of Flower's that averages (FedAvg, its robust kin, or one with differential privacy around it).
+
+    Args:
+        strategy: The strategy; it does everything else.
+        algorithm: One that needs one trip: ``FedGA(beta=0.1, mean="running")``, ``FedProx(mu=0.01)``.
+        total_step_size: What a client's step sizes add up to in a round, αK; when not given, the clients tell it beside
+            their metrics. Give it where nothing may leave a client unprotected: it depends on a client's data where
+            its number of steps does.
+        weight_decay: That of the clients' optimizers.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        algorithm: Algorithm | Combination,
+        *,
+        total_step_size: float | None = None,
+        weight_decay: float = 0.0,
+    ) -> None:
+        inner: Any = strategy
+        while hasattr(inner, "strategy"):  # those that add privacy
+            inner = inner.strategy
+        if isinstance(inner, FedOpt | FedAvgM):
+            raise GradalignError(f"{type(inner).__name__} does not average; run AlignedStrategy with its rule of ours")
+        self.strategy, self._weight = strategy, str(getattr(inner, "weighted_by_key", EXAMPLES))
+        self._teller = _Teller(algorithm, total_step_size, weight_decay)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send s and the algorithm along."""
+        more = self._teller.tell(server_round - 1, {name: messages.to_tensor(array) for name, array in arrays.items()})
+        return self.strategy.configure_train(server_round, arrays, ConfigRecord({**config, **more}), grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Let the strategy average; the clients' step sizes are taken out of their metrics before."""
+        replies = list(replies)
+        records = [one for reply in replies if reply.has_content() for one in reply.content.metric_records.values()]
+        said = [one for one in records if TOTAL_STEP_SIZE in one]
+        weights = [_number(one, self._weight) for one in said]
+        self._teller.hear(zip((_number(one, TOTAL_STEP_SIZE) for one in said), weights, strict=True))
+        for one in said:
+            del one[TOTAL_STEP_SIZE]
+        return self.strategy.aggregate_train(server_round, replies)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As the strategy does."""
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """As the strategy does."""
+        return self.strategy.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        """As the strategy does."""
+        self.strategy.summary()
+
+
+class SecureOneTrip(FitFedAvg):
+    """The same on Flower's older FedAvg, the one that ``SecAggPlusWorkflow`` works with; its arguments are FedAvg's."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm | Combination,
+        *,
+        total_step_size: float | None = None,
+        weight_decay: float = 0.0,
+        **fedavg: Any,
+    ) -> None:
+        super().__init__(**fedavg)
+        self._teller = _Teller(algorithm, total_step_size, weight_decay)
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Send s and the algorithm along."""
+        arrays = enumerate(parameters_to_ndarrays(parameters))
+        more = self._teller.tell(server_round - 1, {str(place): torch.as_tensor(array) for place, array in arrays})
+        asked = super().configure_fit(server_round, parameters, client_manager)
+        return [(proxy, FitIns(ins.parameters, {**ins.config, **more})) for proxy, ins in asked]
+
+    def aggregate_fit(self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Any) -> Any:
+        """Average; the clients' step sizes are taken out of their metrics before."""
+        said = [answer for _, answer in results if TOTAL_STEP_SIZE in answer.metrics]
+        self._teller.hear((float(one.metrics.pop(TOTAL_STEP_SIZE)), float(one.num_examples)) for one in said)
+        return super().aggregate_fit(server_round, results, failures)

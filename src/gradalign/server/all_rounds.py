@@ -1,0 +1,190 @@
+"""All rounds of a run: play, measure, write down, keep a checkpoint, and stop when it is time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradalign import stopping
+from gradalign.client.flat import FlatModel, Point
+from gradalign.engines import Engine
+from gradalign.errors import GradalignError, RunEndedError, TooFewClientsError
+from gradalign.runs.folder import RunFolder
+from gradalign.runs.metrics import read_metrics
+from gradalign.server.clients import ClientResults
+from gradalign.server.federation import Federation, ServerState
+from gradalign.server.measure import Measure, Row, measured_at, row_columns, settle
+from gradalign.server.monitor import Monitor, OnRound, ask
+from gradalign.server.result import Result
+from gradalign.server.rounds import RoundFacts, play_round
+from gradalign.server.summary import columns, row_of, summarise
+
+Tell = Callable[[Row], None]
+logger = logging.getLogger(__name__)
+
+
+def model_at(federation: Federation, point: Point) -> nn.Module:
+    """Return the task's model at this point, in evaluation mode."""
+    model = federation.task.make_model(federation.seed)
+    FlatModel(model).load(point)
+    return model.eval()
+
+
+class AllRounds:
+    """All rounds of a run, or those that its folder's checkpoint leaves to do."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        engine: Engine,
+        rounds: int,
+        measure: Measure,
+        folder: RunFolder | None,
+        on_round: OnRound | None,
+    ) -> None:
+        self.federation, self.engine, self.rounds, self.folder = federation, engine, rounds, folder
+        self.measure = settle(measure, federation, rounds)
+        self.columns = row_columns(self.measure, federation)
+        self.monitor = Monitor(self.measure, federation.task)
+        self.on_round = on_round
+        self.rows: list[Row] = []
+        self.clients: ClientResults | None = None
+        self.stopped: str | None = None
+        self._began = time.monotonic()
+        self._best_saved: int | None = None
+
+    def play(self, checkpoint_seconds: float, begin: Callable[[list[Row]], Tell], notes: Mapping[str, Any]) -> Result:
+        """Play the rounds; ``begin`` is told the rows that are there already and returns whom to tell of new ones."""
+        state, restored = self._start()
+        tell = begin(list(self.rows))
+        saved = time.monotonic()
+        try:
+            if not restored:
+                state = self._note(state, None, tell)
+            elif state.round < self.rounds:
+                self.stopped = self.monitor.why_stop
+            while state.round < self.rounds and self.stopped is None:
+                after, facts = _play_patiently(self.federation, self.engine, state)
+                stopping.stop_if_asked()  # a round in which somebody swallowed the interrupt may be anything: not taken
+                state = self._note(after, facts, tell)
+                if time.monotonic() - saved >= checkpoint_seconds and self.stopped is None:
+                    self._save(state)
+                    saved = time.monotonic()
+        except (RunEndedError, KeyboardInterrupt):
+            stopping.answer()
+            if self.rows:
+                self._save(state)
+            raise
+        return self._end(state, notes)
+
+    def _start(self) -> tuple[ServerState, bool]:
+        """Return the state to go on from, and whether it is a checkpoint's."""
+        restored = self.folder.restore(ServerState.from_tensors) if self.folder is not None else None
+        initial = ServerState(point=FlatModel(self.federation.task.make_model(self.federation.seed)).read())
+        state, spent = restored or (initial, 0.0)
+        _check_state(state, initial, self.federation, self.rounds)
+        self._began = time.monotonic() - spent
+        self.rows = read_metrics(self.folder.path) if self.folder is not None else []
+        for row in self.rows:
+            self.monitor.take(row)
+        # A vector from a file may begin anywhere in memory, and products with it may then round differently.
+        return replace(state, point=state.point.clone()), restored is not None
+
+    def _note(self, state: ServerState, facts: RoundFacts | None, tell: Tell) -> ServerState:
+        """Measure what is due, write it down, and find out whether this was the best round, or the last one."""
+        last = state.round == self.rounds
+        due = self.measure.due(state.round, last=last)
+        measured = self._measured(state, due)
+        seconds = time.monotonic() - self._began
+        row = row_of(state, facts, self.columns, measured, seconds)
+        if self.monitor.take(row) and self.measure.keep_best:
+            state = replace(state, best=(state.round, state.point))
+        asked = ask(self.on_round, row) if facts is not None else None
+        if facts is not None and not last:
+            self.stopped = self.monitor.why_stop or asked
+        if self.stopped is not None:  # the last round is measured in full, whichever it is
+            row |= self._measured(state, self.measure.due(state.round, last=True) - due)
+        self.rows.append(row)
+        if self.folder is not None:
+            self.folder.append(row)
+        tell(row)
+        return state
+
+    def _measured(self, state: ServerState, due: set[str]) -> Row:
+        row, clients = measured_at(state, self.federation, self.measure, self.engine, due)
+        self.clients = clients or self.clients
+        return row
+
+    def _save(self, state: ServerState) -> None:
+        if self.folder is not None:
+            self._save_best(state)
+            self.folder.save_checkpoint(*state.to_tensors(), seconds=time.monotonic() - self._began)
+
+    def _save_best(self, state: ServerState) -> nn.Module | None:
+        """Keep the best round's model in the folder, if it is not there yet, and return it."""
+        if state.best is None:
+            return None
+        round_index, point = state.best
+        model = model_at(self.federation, point)
+        if self.folder is not None and round_index != self._best_saved:
+            self.folder.save_best(model.state_dict(), round_index)
+            self._best_saved = round_index
+        return model
+
+    def _end(self, state: ServerState, notes: Mapping[str, Any]) -> Result:
+        if "clients" in self.measure.due(state.round, last=True) and (
+            self.clients is None or self.clients.round != state.round
+        ):
+            self._measured(state, {"clients"})  # of a run that was cut off after its last row
+        summary = summarise(self.rows, self.federation, self.measure, self.monitor, self.stopped) | dict(notes)
+        model, best = model_at(self.federation, state.point), self._save_best(state)
+        clients = self.clients if self.clients is not None and self.clients.clients else None
+        if self.folder is not None:
+            with stopping.held():
+                table = None if clients is None else clients.to_table()
+                summary = self.folder.finish(model.state_dict(), summary, table)
+        return Result(
+            history=columns(self.rows),
+            summary=summary,
+            model=model,
+            folder=self.folder.path if self.folder else None,
+            best=best,
+            client_results=clients,
+        )
+
+
+def _play_patiently(federation: Federation, engine: Engine, state: ServerState) -> tuple[ServerState, RoundFacts]:
+    """Play a round, again when too few clients answered, as often as the engine has patience."""
+    for _ in range(engine.attempts - 1):
+        try:
+            return play_round(federation, engine, state)
+        except TooFewClientsError as error:
+            logger.warning("%s; the round is played again", error)
+    return play_round(federation, engine, state)
+
+
+def _check_state(state: ServerState, initial: ServerState, federation: Federation, rounds: int) -> None:
+    """Refuse a checkpoint of another model, or one that lacks what the algorithm or the server's rule goes on with."""
+    for name, what in (("x", "parameters"), ("floats", "float buffers"), ("ints", "integer buffers")):
+        stored, wanted = getattr(state.point, name), getattr(initial.point, name)
+        if stored.shape != wanted.shape or stored.dtype != wanted.dtype:
+            raise GradalignError(
+                f"the checkpoint holds a model with {stored.numel()} {what} ({stored.dtype}), "
+                f"the task's has {wanted.numel()} ({wanted.dtype})"
+            )
+    if not 0 <= state.round <= rounds:
+        raise GradalignError(f"the checkpoint is of round {state.round}, the run has {rounds}")
+    if state.totals.local_updates == 0:  # nobody has reported yet, so nothing is remembered
+        return
+    nothing = torch.zeros(1, dtype=torch.float64)
+    remembered = set(federation.algorithm.server.step(nothing, nothing, {})[1])
+    keepers = {part.label for part in federation.algorithm.keepers}
+    missing = (remembered - set(state.memory)) | (keepers - set(state.shared)) | (keepers - set(state.kept))
+    if missing:
+        raise GradalignError(f"the checkpoint lacks what {federation.algorithm.label} remembers: {min(missing)}")
