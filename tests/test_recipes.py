@@ -146,9 +146,7 @@ def test_a_smaller_problem_keeps_its_classes_and_has_no_number_of_the_papers_bes
     held = json.loads(Path("c/fedavg/seed0/holdings.json").read_text())
     assert len(held["names"]) == 47
     assert all(map(sum, zip(*held["counts"], strict=True))), "somebody has each of the 47 classes"
-    assert summary["rounds"] == 2, (
-        "a given number is meant so: FedAvg's two rounds spend what FedGA's one does"
-    )
+    assert summary["rounds"] == 2, "a given number is meant so: FedAvg's two rounds spend what FedGA's one does"
     assert scaled in table
     assert "its numbers are left out here" in table
     assert "paper, %" not in table
