@@ -76,7 +76,7 @@ class Algorithm:
 
     @property
     def only_displaces(self) -> bool:
-        """Whether the plan is nothing but a ``Blend``, or empty: then clients may be summed where they train."""
+        """Whether the plan is one ``Blend`` for all clients, or empty: then clients may be summed where they train."""
         return type(self).plan is Algorithm.plan
 
     @property

@@ -234,7 +234,8 @@ class Group:
         if way is None:
             return None
         with named_failure(f"clients {who[0].client} to {who[-1].client}"):
-            plans = [self._plan(told, one) for one in who]
+            alike = told.algorithm.only_displaces and not told.one_by_one  # then one plan serves all
+            plans = [self._plan(told, one) for one in who[: 1 if alike else None]] * (len(who) if alike else 1)
             bare = not any(plan.pull or plan.correction is not None for plan in plans)
             if len({(plan.pull, plan.every_step) for plan in plans}) > 1 or not (self.cohort or bare):
                 return None
