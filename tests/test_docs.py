@@ -12,6 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import flwr.clientapp
+import flwr.serverapp.strategy
 import pytest
 import typer
 import yaml
@@ -47,8 +49,8 @@ def test_the_readmes_three_doors_open(capsys):
         exec(compile(code, "README.md", "exec"), names)
     assert float(names["loss"]) < 0.5
     assert float(capsys.readouterr().out.splitlines()[0]) > 0.8
-    assert callable(names["client"])
-    assert callable(names["server"])
+    assert isinstance(names["app"], flwr.clientapp.ClientApp)
+    assert isinstance(names["strategy"], flwr.serverapp.strategy.Strategy)
 
 
 def test_the_readmes_commands_follow_each_other(tmp_path, monkeypatch):
