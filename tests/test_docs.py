@@ -111,8 +111,10 @@ def test_printed_commands_have_arguments_that_exist(page):
 def test_the_reference_has_all_that_is_public():
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     names = {f"gradalign.{name}" for name in ga.__all__ if name != "__version__"}
-    names |= {f"gradalign.flower.{name}" for name in gradalign.flower.__all__}
-    assert set(re.findall(r"^::: (\S+)", page, flags=re.MULTILINE)) == names
+    names |= {f"gradalign.flower.{name}" for name in gradalign.flower.__all__ if name not in ga.__all__}
+    there = re.findall(r"^::: (\S+)", page, flags=re.MULTILINE)
+    others = ("gradalign.lightning.", "gradalign.accelerate.", "gradalign.transformers.")  # slow to import
+    assert sorted(name for name in there if not name.startswith(others)) == sorted(names)
 
 
 def test_the_citation_is_of_this_version_and_of_the_paper():

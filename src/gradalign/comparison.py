@@ -7,17 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
-from gradalign.recipes import Recipe, unused_changes
+from gradalign.recipes import Recipe
 from gradalign.recipes.build import build_federation, task_of
+from gradalign.recipes.names import unused_changes
 from gradalign.recipes.paper import paper_note, paper_number
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
+from gradalign.report.budgets import usual_target
 from gradalign.report.statistics import spread_of
 from gradalign.runs import (
     CURVES,
@@ -55,14 +56,20 @@ class Finished:
     failure: str | None = None
 
 
-def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: Path) -> list[Planned]:
-    """Return all runs, each checked, before any is started; so are the packages that the curves and the page need."""
+def plan_comparison(
+    recipe: Recipe, entries: Sequence[str], seeds: int, folder: Path, *, check: bool = True
+) -> list[Planned]:
+    """Return all runs, each checked, before any is started; so are the packages that the curves and the page need.
+
+    Without ``check`` no data is read, and what does not fit it is not seen.
+    """
     need_packages(figures=True)
     if not entries:
         raise GradalignError("--algorithms names no algorithm; give for example fedga,fedavg")
     whole("--seeds", seeds, 1, _MOST_SEEDS)
     if len(set(entries)) < len(entries):
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
+    recipe = replace(recipe, compare=recipe.compare.model_copy(update={"algorithms": list(entries)}))
     first = recipe.spec().seed
     folders = {entry: folder / safe_name(entry) for entry in entries}
     if len({path.name.casefold() for path in folders.values()}) < len(entries):  # some systems see no other difference
@@ -76,7 +83,7 @@ def plan_comparison(recipe: Recipe, entries: Sequence[str], seeds: int, folder: 
         for seed in range(first, first + seeds)
     ]
     made: dict[str, Task] = {}
-    for one in planned[::seeds]:  # one seed is enough to know that sizes and names fit
+    for one in planned[::seeds] if check else ():  # one seed is enough to know that sizes and names fit
         build_federation(one.spec, _task_of(one, made))
     return planned
 
@@ -147,8 +154,7 @@ def choose_target(finished: Sequence[Finished]) -> float | None:
     if given is not None:
         return given
     best = [_known(runs, f"best_{scored_on(finished)}_accuracy") for runs in _by_entry(finished).values()]
-    means = [fmean(values) for values in best if values]
-    return round(0.95 * min(means), 3) if means else None
+    return usual_target(best)
 
 
 def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
@@ -218,10 +224,12 @@ def write_comparison(folder: Path, finished: Sequence[Finished], curves: Sequenc
         from gradalign.report.figures import draw_comparison  # slow to import
 
         shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
-        seeds = f"{len(summary['seeds'])} seed{'s' * (len(summary['seeds']) > 1)}"
+        ended = [run for run in finished if run.failure is None] or finished
+        counts = {len(runs) for runs in _by_entry(ended).values()}
+        seeds = f"{max(counts)} seed{'s' * (max(counts) > 1)}" if len(counts) == 1 else "the seeds that finished"
         scale = f" (scaled to {summary['scale']})" if summary["scale"] else ""
         title = f"{summary['name']} {summary['terms']}{scale}: mean of {seeds}, shade from lowest to highest"
-        rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(finished).items()}
+        rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(ended).items()}
         draw_comparison(folder / CURVES, title, rows, shown, summary["target_accuracy"])
     write_json(folder / SUMMARY, summary)
     return summary

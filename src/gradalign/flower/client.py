@@ -159,9 +159,9 @@ class _TaskClient:
     """Answers for the clients of one task. The model is made once and used for every message of the process."""
 
     def __init__(
-        self, task: Task | Callable[[Context], Task], algorithms: Iterable[type[Algorithm]], device: torch.device | str
+        self, task: Task | Callable[[Context], Task], algorithms: list[type[Algorithm]], device: torch.device | str
     ) -> None:
-        self._source, self._algorithms, self._device = task, list(algorithms), device
+        self._source, self._algorithms, self._device = task, algorithms, device
         self._made: tuple[str, Task] | None = None
         self._group: Group | None = None
         self._trained_with: tuple[object, ...] = ()
@@ -242,7 +242,7 @@ class _TaskClient:
 def client_app(
     task: Task | Callable[[Context], Task],
     *,
-    algorithms: Iterable[type[Algorithm]] = (),
+    algorithms: Iterable[type[Algorithm] | str] = (),
     mods: Iterable[Mod] = (),
     device: torch.device | str = "cpu",
 ) -> ClientApp:
@@ -251,11 +251,12 @@ def client_app(
     Args:
         task: The task, or a function that makes it from Flower's context. The node works on the client that its
             ``partition-id`` names, or on the only client of a task that has one.
-        algorithms: Algorithm classes of your own that the server may name beside the built-in ones.
+        algorithms: Algorithms of your own that the server may name beside the built-in ones: classes, or their names,
+            ``"package.module:Class"``. No others are ever imported, whatever a message says.
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
         device: Where the model runs.
     """
-    client = _TaskClient(task, algorithms, device)
+    client = _TaskClient(task, messages.own_classes(algorithms), device)
     mods = list(mods)
     app = ClientApp(mods=[Door(mods), *mods])
     sizes = lambda context: len(client.examples(context))  # noqa: E731

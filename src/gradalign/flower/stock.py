@@ -64,8 +64,8 @@ class _Round:
 class _Adapter:
     """The innermost mod: between our messages and the app's own train function."""
 
-    def __init__(self, losses: Losses | None, algorithms: Iterable[type[Algorithm]]) -> None:
-        self._losses, self._algorithms = losses, list(algorithms)
+    def __init__(self, losses: Losses | None, algorithms: list[type[Algorithm]]) -> None:
+        self._losses, self._algorithms = losses, algorithms
 
     def __call__(self, message: Message, context: Context, train: ClientAppCallable) -> Message:
         ordered = any(ORDER in config for config in message.content.config_records.values())
@@ -253,7 +253,7 @@ class ClientApp(FlowerClientApp):
             with the message's arrays, and its losses, ``(mean loss, number of examples)`` for each batch. When not
             given, the train function runs once more with its steps held back, and their gradients' mean is taken.
         examples: Gives the number of the client's examples; when not given, the server goes by the first reply.
-        algorithms: Algorithm classes of your own that the server may name beside the built-in ones.
+        algorithms: Algorithms of your own that the server may name, as for ``client_app``.
     """
 
     def __init__(
@@ -263,9 +263,9 @@ class ClientApp(FlowerClientApp):
         *,
         gradient: Losses | None = None,
         examples: Callable[[Context], int] | None = None,
-        algorithms: Iterable[type[Algorithm]] = (),
+        algorithms: Iterable[type[Algorithm] | str] = (),
     ) -> None:
-        self._adapter = _Adapter(gradient, algorithms)
+        self._adapter = _Adapter(gradient, messages.own_classes(algorithms))
         self._own_train: ClientAppCallable | None = None
         super().__init__(client_fn, [Door(mods or ()), *(mods or ()), self._adapter])
         if client_fn is None:

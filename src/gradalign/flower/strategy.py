@@ -32,7 +32,7 @@ from gradalign.server.monitor import OnRound
 from gradalign.server.result import Result
 from gradalign.server.runner import CHECKPOINT_SECONDS, RunOptions, conduct
 from gradalign.tasks.batches import Examples
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, with_metrics
 from gradalign.tracking import Tracker, Trackers
 
 
@@ -195,6 +195,7 @@ class AlignedStrategy:
             total = roster.partitions or 1
         clients = RemoteClients(total, roster.sizes)
         task = replace(_started_from(self.task, arrays), clients=clients, client_tests=None)
+        task = with_metrics(task, self.measure.metrics)
         per_round = self._per_round or self._share(total, "train")
         return self._make_federation(task, self.algorithm, self.local, per_round=per_round, rounds=rounds)
 

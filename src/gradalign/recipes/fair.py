@@ -11,7 +11,8 @@ from fractions import Fraction
 from typing import Any
 
 from gradalign.recipes import Recipe, found, merge
-from gradalign.recipes.build import accepted_parameters, build_algorithm
+from gradalign.recipes.build import build_algorithm
+from gradalign.recipes.names import accepted_parameters
 from gradalign.recipes.scale import lay_over
 from gradalign.recipes.spec import AlgorithmSpec, validate
 

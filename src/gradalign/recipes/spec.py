@@ -114,6 +114,8 @@ class LocalSpec(Section):
     momentum: Share = 0.0
     clip_norm: Positive | None = None
     gradient_examples: Count | None = None
+    optimizer: str | None = None
+    optimizer_settings: dict[str, Any] | None = None
 
 
 class ClientsSpec(Section):
@@ -206,6 +208,7 @@ class SweepSpec(Section):
     beta_fine: Values[NotNegative] | None = None
     mu: Values[NotNegative] | None = None
     alpha: Values[Positive] | None = None
+    rho: Values[Positive] | None = None
     server_lr: Values[Positive] | None = None
     clip_norm: Values[Positive] | None = None
     holdout: HeldOut | None = None
@@ -250,7 +253,7 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
         annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
         kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
         model = next((kind for kind in kinds if issubclass(kind, BaseModel)), ScheduleSpec)
-    beside = ["compare", "sweep", "scale", "tensorboard", "wandb"] if model is Spec else []
+    beside = ["compare", "sweep", "scale", "tensorboard", "wandb", "device"] if model is Spec else []
     return [*model.model_fields, *beside]
 
 

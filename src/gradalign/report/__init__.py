@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import GradalignError, need, shown_text
-from gradalign.recipes import is_outside, task_name
+from gradalign.recipes.trust import outside_names
 from gradalign.report.experiments import Experiment, Group, arrange
 from gradalign.runs import readable_name, write_whole
 from gradalign.runs.read import Gathered, Skipped, gather
@@ -29,6 +29,7 @@ def write_report(
     title: str | None = None,
     figures: Path | None = None,
     unfinished: bool = False,
+    verdicts: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write one self-contained page about all runs in and below the folders, and return its path.
 
@@ -38,11 +39,13 @@ def write_report(
         title: The page's title (default: the experiments' names).
         figures: A folder to write the same figures to, as PDF and PNG.
         unfinished: Show runs that have not finished, too.
+        verdicts: A table to stand first: its heads and its rows.
 
     Raises:
         GradalignError: There is no run to report.
     """
-    return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
+    gathered = gather(folders, unfinished=unfinished)
+    return report_gathered(gathered, output, title=title, figures=figures, verdicts=verdicts)
 
 
 def report_gathered(
@@ -52,6 +55,7 @@ def report_gathered(
     title: str | None = None,
     figures: Path | None = None,
     on_figure: Callable[[Path], None] | None = None,
+    verdicts: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure.
 
@@ -67,10 +71,10 @@ def report_gathered(
     if figures is not None and figures.exists() and not figures.is_dir():
         raise GradalignError(f"{figures} is a file; the figures need a folder")
     try:
-        page = page_bytes(arrange(gathered.runs), gathered.skipped, title)
+        page = page_bytes(arrange(gathered.runs), gathered.skipped, title, verdicts)
     except Exception:
         _set_aside(gathered)
-        page = page_bytes(arrange(gathered.runs), gathered.skipped, title)
+        page = page_bytes(arrange(gathered.runs), gathered.skipped, title, verdicts)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, page)
     if figures is not None:
@@ -113,7 +117,7 @@ class Repeat:
     file_name: str
     commands: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-    """The tasks that are not this package's: code that the recipe would run, for which no command is given."""
+    """Tasks and algorithms that are not this package's: code that the recipe would run; no command is given for it."""
 
 
 def how_to_repeat(experiment: Experiment) -> Repeat:
@@ -124,8 +128,7 @@ def how_to_repeat(experiment: Experiment) -> Repeat:
     recipe = _recipe(experiment)
     if recipe is None:
         return Repeat(recipe=None, file_name=file_name)
-    names = dict.fromkeys(shown_text(task_name(run.spec)) for run in experiment.runs)
-    outside = tuple(name for name in names if is_outside(name))
+    outside = tuple(dict.fromkeys(name for run in experiment.runs for name in outside_names(run.spec)))
     seeds = sorted({run.seed for run in experiment.runs})
     first, count = seeds[0], len(seeds)
     spans = [(first, count)] if seeds == list(range(first, first + count)) else [(seed, 1) for seed in seeds]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ from gradalign.server.runner import RunOptions
 from gradalign.sweep import protocol
 from gradalign.sweep.grid import Point, describe_point
 from gradalign.sweep.plan import SweepPlan, TrialRunner, folder_name
-from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, BelowBestPruner, Found, Outcome, Stage
+from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BASELINE, TEST_BETA, BelowBestPruner, Found, Outcome, Stage
 from gradalign.sweep.results import TrialsFile, write_results
 from gradalign.sweep.storage import opened
 from gradalign.sweep.study import ClaimedTrial, Job, StageStudy, Worker, working_in
 from gradalign.tracking.progress import SweepBar, score_words, sweep_bar
 
 _POLL_SECONDS = 0.5
-_FINAL = (FINALISTS, TEST, TEST_BETA)
+_FINAL = (FINALISTS, TEST, TEST_BASELINE, TEST_BETA)
 
 
 def run_sweep(
@@ -35,30 +36,61 @@ def run_sweep(
     Processes that share the folder share the work: by a journal in it, or for many machines by the database with the
     URL ``storage``, which holds the sweep under the name ``study`` (None: the plan's). ``show`` asks for a bar.
     """
-    study, sizes = study or plan.name, _sizes(plan)
+    with _at_work(plan, folder, options, _sizes(plan), storage=storage, study=study, show=show) as process:
+        found = process.run()
+    summary = write_results(folder, plan, found)
+    runs = [folder / one.facts["folder"] for one in (*found.tested, *found.tested_baseline) if "folder" in one.facts]
+    runs = [run for run in runs if (run / METRICS).exists()]  # others lie in another process's folder
+    report = str(write_report(runs, folder / REPORT)) if runs else None
+    return summary | {"folder": str(folder), "report": report}
+
+
+def run_search(
+    plan: SweepPlan, folder: Path, options: RunOptions, *, show: bool
+) -> tuple[list[Outcome], list[Outcome]]:
+    """Carry the search alone out, or what is left of it: no finalists, and no look at the test set.
+
+    Returns the outcomes of the algorithm, and those of the one it takes values from.
+    """
+    with _at_work(plan, folder, options, _search_sizes(plan), show=show) as process:
+        return process.search()
+
+
+@contextmanager
+def _at_work(
+    plan: SweepPlan,
+    folder: Path,
+    options: RunOptions,
+    sizes: list[tuple[str, int, int]],
+    *,
+    storage: str | None = None,
+    study: str | None = None,
+    show: bool,
+) -> Iterator[_Process]:
+    study = study or plan.name
     with (
         opened(folder, storage, study, plan.describe()) as database,
         working_in(folder) as worker,
         sweep_bar(sizes, show=show) as bar,
     ):
         runner = TrialRunner(options, plan.stop_after)
-        found = _Process(plan, folder, database, study, worker, runner, bar, len(sizes)).run()
-    summary = write_results(folder, plan, found)
-    runs = [folder / one.facts["folder"] for one in found.tested if "folder" in one.facts]
-    runs = [run for run in runs if (run / METRICS).exists()]  # others lie in another process's folder
-    report = str(write_report(runs, folder / REPORT)) if runs else None
-    return summary | {"folder": str(folder), "report": report}
+        yield _Process(plan, folder, database, study, worker, runner, bar, len(sizes))
+
+
+def _search_sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
+    return [(name, trials, plan.spec(entry, {}).rounds) for name, entry, trials in plan.search.sizes()]
 
 
 def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
     """Return (stage, trials, rounds) as far as they are known before the first trial."""
-    sizes = [(name, trials, plan.spec(entry, {}).rounds) for name, entry, trials in plan.search.sizes()]
+    sizes = _search_sizes(plan)
     rounds = plan.spec(plan.search.entry, {}).rounds
     finalists = min(plan.finalists, sum(trials for name, trials, _ in sizes if name != "baseline"))
     betas = sum(trials for name, trials, _ in sizes if name.startswith("beta-"))
     later = [(FINALISTS, finalists * (plan.seeds - 1), rounds)] if plan.seeds > 1 else []
+    baseline = [(TEST_BASELINE, plan.seeds, rounds)] if plan.search.baseline else []
     figure = [(TEST_BETA, betas, rounds)] if plan.test_beta else []
-    return [*sizes, *later, (TEST, finalists * plan.seeds, rounds), *figure]
+    return [*sizes, *later, (TEST, finalists * plan.seeds, rounds), *baseline, *figure]
 
 
 def _jobs(pairs: Iterable[tuple[Point | None, int]]) -> list[Job]:
@@ -82,10 +114,14 @@ class _Process:
         self._outcomes: dict[str, list[Outcome]] = {}
         self._trials = TrialsFile(self.folder, self.plan)
 
+    def search(self) -> tuple[list[Outcome], list[Outcome]]:
+        """Go through the stages of the search; what other processes do is waited for."""
+        return protocol.tune(self.plan.search, self._search_stage)
+
     def run(self) -> Found:
         """Go through all stages; what other processes do is waited for, what is done already is taken as it is."""
         first, seeds = self.plan.seed, self.plan.seeds
-        tuned, baseline = protocol.tune(self.plan.search, self._search_stage)
+        tuned, baseline = self.search()
         finalists = protocol.finalists_of(tuned, self.plan.finalists)
         jobs = _jobs((one.point, seed) for one in finalists for seed in range(first, first + seeds))
         later = [job for job in jobs if job.seed != first]
@@ -95,6 +131,7 @@ class _Process:
         validated = self._final_stage(FINALISTS, later, words) if later else []
         words = f"{best} {seeds} seed{'s' * (seeds > 1)}, trained on all training data, scored on the test set"
         tested = self._final_stage(TEST, jobs, words)
+        tested_baseline = self._test_baseline(protocol.best_of(baseline, "the baseline"), tested) if baseline else []
         tested_betas: list[Outcome] = []
         if self.plan.test_beta:  # by now everything is decided
             jobs = _jobs((one.point, first) for one in tuned if one.stage in ("beta-coarse", "beta-fine"))
@@ -105,6 +142,7 @@ class _Process:
             finalists=finalists,
             validated=validated,
             tested=tested,
+            tested_baseline=tested_baseline,
             tested_betas=tested_betas,
         )
 
@@ -117,6 +155,14 @@ class _Process:
         what += f" ({describe_point(stage.fixed)})" if stage.fixed else ""
         return self._work(stage, jobs, pruner, what)
 
+    def _test_baseline(self, best: Outcome, tested: Sequence[Outcome]) -> list[Outcome]:
+        """Test the tuned algorithm without alignment like the finalists, with as much communication as they had."""
+        first, seeds = self.plan.seed, self.plan.seeds
+        stage = Stage(name=TEST_BASELINE, entry=best.entry, lists={}, rounds=protocol.equal_rounds(tested, best))
+        jobs = _jobs((best.point, seed) for seed in range(first, first + seeds))
+        words = f"the best trial of {best.entry} with {seeds} seed{'s' * (seeds > 1)}, as much communication"
+        return self._work(stage, jobs, NopPruner(), f"{words}, scored on the test set")
+
     def _final_stage(self, name: str, jobs: list[Job], what: str) -> list[Outcome]:
         return self._work(Stage(name=name, entry=self.plan.search.entry, lists={}), jobs, NopPruner(), what)
 
@@ -125,7 +171,7 @@ class _Process:
         study = StageStudy(self.storage, f"{self.study}/{stage.name}", self.worker, stage, pruner, self.plan.seed)
         place = f"stage {len(self._outcomes) + 1} of {self.stages}, {stage.name}"
         self.bar.say(f"{place}: {what}; {len(jobs)} trial{'s' * (len(jobs) != 1)}")
-        self.bar.begin(stage.name, len(jobs), self.plan.spec(stage.entry, {}).rounds)
+        self.bar.begin(stage.name, len(jobs), stage.rounds or self.plan.spec(stage.entry, {}).rounds)
         while True:
             outcomes = self._outcomes[stage.name] = study.outcomes(jobs)
             running = sum(one.state == "running" for one in outcomes)
@@ -147,7 +193,8 @@ class _Process:
         name = folder_name(job.slot, claim.point) + ("" if searching else f"_seed{job.seed}")
         place = Path(TRIALS) / stage.name / name
         try:
-            spec = self.plan.spec(stage.entry, claim.point, job.seed, test=stage.name in (TEST, TEST_BETA))
+            test = stage.name in (TEST, TEST_BASELINE, TEST_BETA)
+            spec = self.plan.spec(stage.entry, claim.point, job.seed, test=test, rounds=stage.rounds)
             with study.beating(claim):
                 trial = claim.trial if searching else None
                 state, score, facts = self.runner.run(spec, self.folder / place, trial, self.bar.row)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.recipes import merge
-from gradalign.recipes.build import accepted_parameters, parts_of
+from gradalign.recipes.names import accepted_parameters, parts_of
 from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, explain
 
 Value = float | int | str
@@ -32,13 +32,15 @@ PLACES: dict[str, tuple[str, str]] = {
     "beta": ("algorithm", "beta"),
     "mu": ("algorithm", "mu"),
     "alpha": ("algorithm", "alpha"),
+    "rho": ("algorithm", "rho"),
 }
 _OTHER_NAMES = {"batch_size": "batch", "k": "K", "steps": "K", "local_steps": "K", "wd": "weight_decay"}
 FINE = "beta_fine"
 
-# The paper's values, and those of the papers of FedProx and FedDyn.
+# The paper's values, and those of the papers of FedProx, FedDyn and SAM.
 _LR, _STEPS, _EPOCHS, _WEIGHT_DECAY = (0.05, 0.1, 0.2, 0.4), (1, 10, 20, 40), (1, 2, 4), (0.001, 0.0001)
 _OWN_VALUES = {"beta": (0.01, 0.1, 1.0, 5.0), "mu": (0.001, 0.01, 0.1, 1.0), "alpha": (0.001, 0.01, 0.1)}
+_OWN_VALUES |= {"rho": (0.01, 0.02, 0.05, 0.1, 0.2)}
 
 
 def parse_grid(words: Iterable[str]) -> Lists:

@@ -1,4 +1,8 @@
-"""The paper's tasks: EMNIST, CIFAR-10 and -100, Shakespeare, with its models (plain PyTorch, no batch norm)."""
+"""The paper's tasks: EMNIST, CIFAR-10 and -100, Shakespeare, with models as it describes them (no batch norm).
+
+Its text names kinds and numbers of layers. Their sizes, the scaling of pixels, crops and flips are not in it: they are
+those of the settings that the authors have published.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +74,15 @@ def _convolutions(*channels: int) -> list[nn.Module]:
 
 
 def emnist_cnn() -> nn.Module:
-    """Return the paper's EMNIST model: two 5×5 convolutions and one linear layer; 100,271 parameters."""
+    """Return the EMNIST model: the paper's two convolutions and one linear layer; 100,271 parameters."""
     return nn.Sequential(*_convolutions(1, 32, 64), nn.Linear(1024, 47))
 
 
 def lenet(classes: int = 10) -> nn.Module:
-    """Return the paper's CIFAR model, LeNet on 3×32×32 images; 62,006 parameters for ten classes."""
+    """Return the CIFAR model, LeNet on 3×32×32 images; 62,006 parameters for ten classes.
+
+    Two convolutions and three linear layers, as in the paper's appendix; its main text speaks of two linear layers.
+    """
     layers = _convolutions(3, 6, 16)  # first: layers draw their weights as they are made
     layers += [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes)]
     return nn.Sequential(*layers)
@@ -174,18 +181,18 @@ def _values(labels: Labels, parts: list[Rows]) -> Labels:
 
 @divided(FileDivision, partition="one-class", clients=47)
 def emnist(division: FileDivision, *, seed: int = 0, extra: bool = False) -> Task:
-    """EMNIST Balanced, handwritten digits and letters of 47 classes; the paper's CNN.
+    """EMNIST Balanced, handwritten digits and letters of 47 classes; a CNN of three layers.
 
     ``extra`` uses the ``emnist-balancedextra`` files too.
     """
     data = emnist_data(division.data_dir, extra=extra)
-    # The paper scales pixels to mean 0.5 and standard deviation 0.5, that is, to the range from −1 to 1.
+    # The authors' settings: mean 0.5 and standard deviation 0.5, that is, pixels from −1 to 1.
     return federate(division, data, model=emnist_cnn, transform=Normalise((0.5,), (0.5,)), seed=seed)
 
 
 @divided(FileDivision, partition="iid", clients=10, classes_per_client=2)
 def cifar10(division: FileDivision, *, seed: int = 0, augment: bool = True) -> Task:
-    """CIFAR-10, colour photographs of ten classes; the paper's LeNet.
+    """CIFAR-10, colour photographs of ten classes; LeNet.
 
     ``augment`` crops and flips the images in local steps.
     """
@@ -194,7 +201,7 @@ def cifar10(division: FileDivision, *, seed: int = 0, augment: bool = True) -> T
 
 @divided(FileDivision, partition="separate", clients=50, classes_per_client=2)
 def cifar100(division: FileDivision, *, seed: int = 0, augment: bool = True) -> Task:
-    """CIFAR-100, colour photographs of a hundred classes; the paper's LeNet with 100 outputs.
+    """CIFAR-100, colour photographs of a hundred classes; LeNet with 100 outputs.
 
     ``augment`` crops and flips the images in local steps.
     """
@@ -215,7 +222,7 @@ def _cifar(classes: int, pixels: Normalise, division: FileDivision, seed: int, a
 
 @divided(FileDivision, without=("classes_per_client",), partition="natural")
 def shakespeare(division: FileDivision, *, seed: int = 0) -> Task:
-    """Shakespeare's plays, the next letter after 80; a client is a speaking role; the paper's LSTM.
+    """Shakespeare's plays, the next letter after 80; a client is a speaking role; an LSTM.
 
     With the natural partition, ``clients`` takes that many of the roles, all when it is not given, and the test set is
     that of the same roles.

@@ -1,0 +1,111 @@
+"""``gradalign reproduce``: the paper's experiments, and a verdict for each of its claims."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from typer import Argument, Option
+
+from gradalign.cli import common
+from gradalign.cli.common import AsJson, DataDir, Device
+from gradalign.engines import under_torchrun
+from gradalign.errors import FolderInUseError, GradalignError
+
+
+def reproduce(
+    names: Annotated[
+        list[str] | None, Argument(metavar="[NAME]…", help="Experiments of the list (default: all).")
+    ] = None,
+    scale: str = Option(
+        "small", metavar="small|medium|paper", help="An evening on two cores, some days, the paper's own."
+    ),
+    out: Path = Option(Path("reproduction"), help="Folder to write to; the same command goes on with what is there."),
+    only: str | None = Option(None, help="Run only these entries of the experiments, e.g. fedga,fedavg."),
+    show_list: bool = Option(False, "--list", help="Show the list and what is left of it, and leave."),
+    report_only: bool = Option(
+        False, "--report", help="Run nothing: write the page and the verdicts of what has finished."
+    ),
+    retune: bool = Option(False, "--retune", help="Choose settings anew where the list has chosen ones."),
+    plan: Path | None = Option(None, help="A list of your own, as TOML, instead of the paper's."),
+    data_dir: DataDir = None,
+    device: Device = "cpu",
+    workers: int | None = Option(None, min=0, help="Worker processes (default: one per core; 0: none)."),
+    checkpoint_seconds: float = Option(60.0, min=0, help="Keep a run's checkpoint at most this often."),
+    as_json: AsJson = False,
+) -> None:
+    """Run the paper's experiments, seed by seed, and judge its claims.
+
+    After any interruption the same command goes on.
+    """
+    with common.plain_errors("the same command goes on where this ended"):
+        from gradalign.reproduce.conduct import Reproduction, verdict_table
+        from gradalign.reproduce.plan import choose, read_plan, scale_of
+        from gradalign.server.runner import RunOptions
+        from gradalign.tasks.storage import using_data_folder
+
+        if under_torchrun():
+            raise GradalignError("reproduce runs in one process; start it without torchrun")
+        every = read_plan(plan)
+        chosen = choose(every, names or [])
+        entries = [name.strip() for name in only.split(",")] if only else []
+        known = {entry for one in chosen for entry in one.entry_names()}
+        if not set(entries) <= known:
+            raise GradalignError(
+                f'--only: "{min(set(entries) - known)}" is no entry; known are {", ".join(sorted(known))}'
+            )
+        options = RunOptions(device=device, workers=workers, checkpoint_seconds=checkpoint_seconds)
+        work = Reproduction(
+            experiments=every,
+            scale=scale_of(scale),
+            folder=out,
+            options=options,
+            say=common.say,
+            show=sys.stderr.isatty(),
+            retune=retune,
+        )
+        if show_list:
+            rows = [work.state(one) for one in chosen]
+            if as_json:
+                common.print_json(rows)
+            else:
+                _print_list(Console(), rows)
+            return
+        work.require_scale()
+        with using_data_folder(data_dir):
+            for one in chosen if not report_only else []:
+                try:
+                    work.run(one, entries)
+                except FolderInUseError:
+                    common.say(f"{one.name}: another process is at work on it; going on with the next")
+                work.results()
+            results = work.results()
+        if report_only and not results["experiments"]:
+            raise GradalignError(f"{out} holds no finished run of the list; begin without --report")
+        if as_json:
+            common.print_json(results)
+        else:
+            named = {one.name for one in chosen}
+            table = verdict_table([one for one in results["experiments"] if one["name"] in named])
+            _print_verdicts(Console(), table, results["report"])
+
+
+def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        hours = "" if row["core_hours"] is None else f"; in all about {row['core_hours']:g} hours of one core"
+        choose = f"; settings to choose: {', '.join(row['settings_to_choose'])}" if row["settings_to_choose"] else ""
+        _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{hours}")
+
+
+def _print_verdicts(console: Console, table: list[list[str]], page: str | None) -> None:
+    for name, text, at, numbers, verdict, why in table[1:]:
+        _print_pair(console, name, text, f"{verdict}: {why}; {numbers}, at equal {at}")
+    if page is not None:
+        console.print(f"report: {common.plain(page)}", highlight=False, soft_wrap=True)
+
+
+def _print_pair(console: Console, name: str, text: str, below: str) -> None:
+    console.print(f"[bold]{common.plain(name)}[/]  {common.plain(text)}", highlight=False, soft_wrap=True)
+    console.print(common.plain(f"    {below}"), highlight=False, soft_wrap=True)

@@ -1,0 +1,157 @@
+"""The list of experiments (experiments.toml), and each of them as a recipe for one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import Field
+
+from gradalign.errors import GradalignError
+from gradalign.recipes import Recipe, load_recipe, merge, read_recipe
+from gradalign.recipes.build import build_algorithm
+from gradalign.recipes.scale import lay_over
+from gradalign.recipes.spec import Count, Section, Seeds, Spec, SweepSpec, Whole, checked
+from gradalign.reproduce.verdicts import Claim
+from gradalign.sweep.grid import Point, apply_point
+
+Scale = Literal["small", "medium", "paper"]
+_POINTS = 60  # measurements of a run: enough that a tenth of it has several
+SEARCH_SEED = 100  # settings are chosen with another seed, and so another division, than those reported
+
+
+class Chosen(Section):
+    """Settings of one algorithm, by the names that a sweep gives them, and where they come from."""
+
+    values: dict[str, float | int | str]
+    source: str
+
+
+class Tuning(Section):
+    """How settings are chosen: how long a trial is, and what is tried for each algorithm.
+
+    What an algorithm's lists leave out is the value chosen for ``base``, or the recipe's. Of an algorithm with β, the
+    values of the one without are chosen on the way.
+    """
+
+    budget: Count
+    lists: dict[str, SweepSpec]
+    base: str = "fedavg"
+
+
+class ScaledExperiment(Section):
+    """An experiment at one scale.
+
+    Attributes:
+        budget: How long runs are, counted as the experiment's ``equal`` says.
+        hours: About what all of it takes on one core, measured once, for the list.
+    """
+
+    budget: Count
+    seeds: Seeds = 3
+    hours: float | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    tune: Tuning | None = None
+    chosen: dict[str, Chosen] = Field(default_factory=dict)
+
+
+class Experiment(Section):
+    """One entry of the list.
+
+    Attributes:
+        algorithms: The entries in the order of their worth: each group is run with all seeds before the next.
+        equal: What the entries' lengths have alike: "communication", or "rounds" or "steps" (of a client).
+        papers_setting: Whether it is the paper's up to length and the size of the data: then the paper's numbers may
+            stand beside the result.
+        settings_from: Another experiment, whose chosen settings are taken over by algorithm.
+        entries: Settings of single entries, as in a recipe's [compare.settings].
+        train_points: How often training accuracy and drift are measured in a run.
+        provenance: Where the settings come from: the paper's text, the authors' published settings, or our choice.
+    """
+
+    name: str
+    title: str
+    recipe: str
+    algorithms: list[list[str]]
+    equal: Literal["communication", "rounds", "steps"] = "communication"
+    papers_setting: bool = False
+    settings_from: str | None = None
+    settings: dict[str, Any] = Field(default_factory=dict)
+    train_points: Whole = 12
+    entries: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    provenance: dict[str, str] = Field(default_factory=dict)
+    claims: list[Claim] = Field(default_factory=list)
+    scales: dict[Scale, ScaledExperiment]
+
+    def at(self, scale: Scale) -> ScaledExperiment:
+        """Return the experiment at a scale: what is not given there is the next smaller one's."""
+        order: tuple[Scale, ...] = get_args(Scale)
+        smaller = [one for one in order[: order.index(scale) + 1] if one in self.scales]
+        if not smaller:
+            raise GradalignError(f"{self.name} has no scale {scale}; it has {', '.join(self.scales)}")
+        return self.scales[smaller[-1]]
+
+    def entry_names(self) -> list[str]:
+        return [entry for group in self.algorithms for entry in group]
+
+    def recipe_at(self, scale: Scale, chosen: Mapping[str, Point], budget: int | None = None) -> Recipe:
+        """Return the recipe of all entries, with their chosen settings and lengths; ``budget`` is another length."""
+        own, base = self.at(scale), load_recipe(self.recipe)
+        data = lay_over(base.data, merge(self.settings, own.settings)) | {"name": self.name}
+        if not self.papers_setting:
+            data["paper"] = None
+        names = {*self.entry_names(), *base.compare.settings, *chosen, *([own.tune.base] if own.tune else [])}
+        given = {name: merge(base.compare.settings.get(name, {}), self.entries.get(name, {})) for name in names}
+        given = {name: apply_point(tables, chosen.get(name, {})) for name, tables in given.items()}
+        recipe = replace(base, data=data, compare=base.compare.model_copy(update={"settings": given}))
+        specs = {name: recipe.spec_for(name, 0) for name in names}
+        given = {name: merge(given[name], self._length(spec, budget or own.budget)) for name, spec in specs.items()}
+        about: dict[str, Any] = {"algorithms": self.entry_names(), "seeds": own.seeds, "settings": given}
+        return replace(recipe, compare=base.compare.model_copy(update=about))
+
+    def _length(self, spec: Spec, budget: int) -> dict[str, Any]:
+        trips = 1 + build_algorithm(spec.algorithm, spec.server).needs_gradients
+        each = {"communication": trips, "rounds": 1, "steps": spec.local.steps or 1}[self.equal]
+        rounds = max(1, budget // each)
+        train = max(1, rounds // self.train_points) if self.train_points else 0
+        return {"rounds": rounds, "measure": {"test_every": max(1, rounds // _POINTS), "train_every": train}}
+
+
+def read_plan(path: Path | None = None) -> list[Experiment]:
+    """Return the experiments in the order of their worth; without a path, the list that comes with the package."""
+    path = Path(__file__).with_name("experiments.toml") if path is None else path
+    tables = read_recipe(path).get("experiment")
+    if not isinstance(tables, list) or not tables:
+        raise GradalignError(f"{path.name} has no [[experiment]]")
+    found = [checked(Experiment, table, f"{path.name}: experiment {n}") for n, table in enumerate(tables, start=1)]
+    names = [one.name for one in found]
+    for one in found:
+        if names.count(one.name) > 1:
+            raise GradalignError(f'{path.name}: the experiment "{one.name}" is there twice')
+        known = {*one.entry_names(), *(f"{other.name}/{entry}" for other in found for entry in other.entry_names())}
+        sides = {side for claim in one.claims for side in (claim.first, claim.second) if isinstance(side, str)}
+        strangers = ", ".join(sorted(sides - known))
+        if strangers or (one.settings_from is not None and one.settings_from not in names):
+            raise GradalignError(
+                f'{path.name}: {one.name} names "{strangers or one.settings_from}", which is not there'
+            )
+    return found
+
+
+def scale_of(name: str) -> Scale:
+    """Return the scale of this name."""
+    found: Scale | None = next((one for one in get_args(Scale) if one == name), None)
+    if found is None:
+        raise GradalignError(f'--scale must be {", ".join(get_args(Scale))}, got "{name}"')
+    return found
+
+
+def choose(experiments: Sequence[Experiment], names: Sequence[str]) -> list[Experiment]:
+    """Return the named experiments in the list's order, all without a name."""
+    known = [one.name for one in experiments]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise GradalignError(f'there is no experiment "{unknown[0]}"; known are {", ".join(known)}')
+    return [one for one in experiments if not names or one.name in names]

@@ -1,0 +1,129 @@
+"""What a claim is, and the rule that judges it. The rules are fixed before any run: each claim stands in the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Literal
+
+from pydantic import model_validator
+
+from gradalign.recipes.spec import Finite, NotNegative, Portion, Section
+from gradalign.report.statistics import Difference, difference
+
+Verdict = Literal["reproduced", "not reproduced", "undecidable"]
+Rows = Sequence[Mapping[str, float]]
+
+AXES = {
+    "communication": "communication_rounds",
+    "updates": "local_updates",
+    "rounds": "round",
+    "computation": "examples",
+}
+"""What is equal in a comparison, and the column of a run's rows that counts it."""
+
+
+class Claim(Section):
+    """One sentence of the paper, as a difference ``first`` − ``second`` of a measured number.
+
+    Attributes:
+        second: An entry of the experiment, EXPERIMENT/ENTRY of another, or a level to compare the first with.
+        at: What both have spent alike when they are compared.
+        metric: A column of the runs' rows; shares are judged in percentage points.
+        expect: What the paper says of the difference.
+        claimed: The paper's difference, where it prints one: in points, or in the metric's own unit.
+        tolerance: For "equal": how large a difference still counts as none. Else: by how much the first may be on
+            the wrong side and still count as "not worse".
+        window: The last share of what was spent, over whose measurements the metric is averaged.
+    """
+
+    text: str
+    first: str
+    second: str | Finite
+    at: Literal["communication", "updates", "rounds", "computation"]
+    metric: str = "test_accuracy"
+    expect: Literal["higher", "lower", "equal"] = "higher"
+    claimed: NotNegative | None = None
+    tolerance: NotNegative | None = None
+    window: Portion = 0.1
+
+    @model_validator(mode="after")
+    def _fits(self) -> Claim:
+        if self.expect == "equal" and self.tolerance is None:
+            raise ValueError('"equal" needs a tolerance')
+        return self
+
+    @property
+    def unit(self) -> float:
+        """What a share of one is in the numbers that are judged: 100 points."""
+        return 100.0 if self.metric.endswith("accuracy") else 1.0
+
+
+def spent(rows: Rows, at: str) -> float:
+    """Return how much of what is to be equal a run has spent in all."""
+    return max((row.get(AXES[at], 0.0) for row in rows), default=0.0)
+
+
+def score(rows: Rows, claim: Claim, budget: float) -> float | None:
+    """Return the metric's mean over the measurements in the last ``window`` of a budget; None when there is none.
+
+    Single measurements jump from round to round; the mean over a window is what settings and seeds can be judged by.
+    """
+    axis = AXES[claim.at]
+    inside = [row for row in rows if (1 - claim.window) * budget < row.get(axis, 0.0) <= budget * (1 + 1e-9)]
+    values = [claim.unit * row[claim.metric] for row in inside if row.get(claim.metric) is not None]
+    return fmean(values) if values and all(map(math.isfinite, values)) else None
+
+
+def scores(runs: Mapping[str, Sequence[Rows]], claim: Claim) -> tuple[list[float], list[float]]:
+    """Return the seeds' scores of both sides, at the most that every run of both has spent."""
+    sides = [runs.get(claim.first, []), runs.get(claim.second, []) if isinstance(claim.second, str) else []]
+    budget = min((spent(rows, claim.at) for side in sides for rows in side), default=0.0)
+    first, second = ([one for rows in side if (one := score(rows, claim, budget)) is not None] for side in sides)
+    # A level is a sample without spread: Welch's interval is then Student's of the first alone.
+    return first, second if isinstance(claim.second, str) else [claim.second * claim.unit] * 2
+
+
+def judge(claim: Claim, found: Difference | None) -> tuple[Verdict, str]:
+    """Judge a claim by the 95 % interval of the difference (Welch); return the verdict and the rule that gave it."""
+    if found is None:
+        return "undecidable", "a side has no finished run"
+    if found.margin is None:
+        return "undecidable", "one finished run of a side has no spread to judge by"
+    low, high = found.value - found.margin, found.value + found.margin
+    interval = f"95 % interval from {low:+.3g} to {high:+.3g}"
+    if claim.expect == "equal" and claim.tolerance is not None:
+        if -claim.tolerance < low and high < claim.tolerance:
+            return "reproduced", f"{interval} lies within ±{claim.tolerance:g}"
+        if low > claim.tolerance or high < -claim.tolerance:
+            return "not reproduced", f"{interval} lies outside ±{claim.tolerance:g}"
+        return "undecidable", f"{interval} reaches over ±{claim.tolerance:g}"
+    if claim.expect == "lower":
+        low, high = -high, -low
+    bound = -(claim.tolerance or 0.0)
+    what = f"a loss of {claim.tolerance:g}" if claim.tolerance else "0"
+    if low > bound:
+        return "reproduced", f"{interval} leaves out {what} on the paper's side"
+    if high < bound:
+        return "not reproduced", f"{interval} leaves out {what} on the other side"
+    if claim.claimed is not None and high < claim.claimed:
+        return "not reproduced", f"{interval} has {what} in it and leaves out the paper's {claim.claimed:g}"
+    paper = "" if claim.claimed is None else f" and the paper's {claim.claimed:g}"
+    return "undecidable", f"{interval} has {what}{paper} in it"
+
+
+def verdict_row(claim: Claim, runs: Mapping[str, Sequence[Rows]]) -> dict[str, object]:
+    """Return a claim with its numbers and its verdict, as plain values."""
+    first, second = scores(runs, claim)
+    found = difference(first, second)
+    verdict, why = judge(claim, found)
+    return {
+        **claim.model_dump(exclude_none=True),
+        "first_scores": first,
+        "second_scores": second,
+        "difference": None if found is None else found.value,
+        "margin": None if found is None else found.margin,
+        "verdict": verdict,
+        "why": why,
+    }

@@ -1,0 +1,249 @@
+"""The paper's experiments as one list: the plan, what is left of it, and a small list from beginning to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from gradalign.comparison import Planned
+from gradalign.errors import GradalignError
+from gradalign.recipes.build import build_algorithm
+from gradalign.recipes.paper import is_papers_problem
+from gradalign.report.statistics import difference
+from gradalign.reproduce.conduct import Reproduction, time_left
+from gradalign.reproduce.plan import SEARCH_SEED, Chosen, read_plan
+from gradalign.reproduce.verdicts import Claim, judge
+from gradalign.runs.metrics import read_metrics
+from gradalign.runs.untrusted import read_table
+from gradalign.server.runner import RunOptions
+from gradalign.sweep.protocol import Search
+from run_folders import spec_of, write_run
+from test_cli import call
+
+# The plan
+
+
+@pytest.mark.parametrize("scale", ["small", "medium", "paper"])
+def test_every_experiment_has_its_runs_at_equal_cost(scale, tmp_path):
+    experiments = read_plan()
+    work = Reproduction(experiments=experiments, scale=scale, folder=tmp_path, options=RunOptions(), say=print)
+    for one in experiments:
+        own = one.at(scale)
+        planned = work.planned(one, {}, check=False)
+        assert len(planned) == own.seeds * len(one.entry_names())
+        assert SEARCH_SEED not in {run.seed for run in planned}
+        for run in planned:
+            trips = 1 + build_algorithm(run.spec.algorithm, run.spec.server).needs_gradients
+            each = {"communication": trips, "rounds": 1, "steps": run.spec.local.steps}[one.equal]
+            assert own.budget - each < run.spec.rounds * each <= own.budget
+            assert (run.spec.paper is not None) == one.papers_setting
+            assert is_papers_problem(run.spec.to_dict()) or not one.papers_setting  # else its column would be left out
+        assert one.provenance
+        assert one.claims
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_waves_come_in_the_order_of_their_worth(tmp_path):
+    one = read_plan()[0]
+    work = Reproduction(experiments=[one], scale="small", folder=tmp_path, options=RunOptions(), say=print)
+    order = [(run.entry, run.seed) for run in work.planned(one, {}, check=False)]
+    assert order[:4] == [("fedga", 0), ("fedavg", 0), ("fedga", 1), ("fedavg", 1)]
+    assert [entry for entry, _ in order[6:]] == ["scaffold", "fedprox"] * 3
+
+
+def test_chosen_values_go_where_they_belong():
+    one = next(one for one in read_plan() if one.name == "emnist-one-class")
+    recipe = one.recipe_at("small", {"fedprox": {"lr": 0.3, "mu": 0.7, "K": 4}})
+    spec = recipe.spec_for("fedprox", 1)
+    assert (spec.local.lr, spec.local.steps, spec.algorithm.given()) == (0.3, 4, {"mu": 0.7})
+    assert recipe.spec_for("fedavg", 1).local.lr == 0.05
+    forms = next(one for one in read_plan() if one.name == "cifar100-forms")
+    late = forms.recipe_at("small", {"fedga-late": {"beta": 0.7}}).spec_for("fedga-late", 0).algorithm.given()["beta"]
+    assert (late.kind, late.value, late.share) == ("off-until", 0.7, 0.5)  # a schedule keeps its form
+
+
+def test_beta_belongs_to_the_grid_of_an_algorithm_without_a_baseline():
+    lists = {"lr": [0.1, 0.2], "beta": [0.1, 0.3], "beta_fine": [0.2]}
+    assert list(Search(entry="fedinit", baseline=None, lists=lists).others) == ["lr", "beta"]
+    assert list(Search(entry="fedga", baseline="fedavg", lists=lists).others) == ["lr"]
+
+
+# What is left
+
+
+def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
+    def planned(entry: str, seed: int, rounds: int) -> Planned:
+        spec = next(iter(read_plan())).recipe_at("small", {}).spec_for("fedavg", seed)
+        return Planned(
+            entry=entry,
+            seed=seed,
+            spec=spec.model_copy(update={"rounds": rounds}),
+            folder=tmp_path / entry / f"seed{seed}",
+        )
+
+    runs = [planned("fedavg", 0, 4), planned("fedavg", 1, 10), planned("fedga", 0, 20)]
+    assert time_left(runs) == "3 of 3 runs left; how long a round takes is not known yet"
+    write_run(tmp_path / "fedavg" / "seed0", spec_of("fedavg"))  # four rounds in two seconds
+    left = "2 of 3 runs left, about 0:00:15 at the speed so far (fedga counted like the slowest measured)"
+    assert time_left(runs) == left
+    write_run(tmp_path / "fedga" / "seed0", spec_of("fedga"), summary=None)  # 16 of 20 rounds are left of it
+    assert time_left(runs) == "2 of 3 runs left, about 0:00:13 at the speed so far"
+    write_run(
+        tmp_path / "fedavg" / "seed1",
+        spec_of("fedavg"),
+        summary=None,
+        failure=json.dumps({"failure": "NaN", "diverged": True}),
+    )
+    assert time_left(runs).startswith("1 of 3 runs left, about 0:00:08")
+
+
+# A whole list
+
+TINY = {
+    "experiment": [
+        {
+            "name": "tiny",
+            "title": "digits",
+            "recipe": "digits",
+            "algorithms": [["fedga", "fedavg"], ["fedprox"]],
+            "provenance": {"everything": "our choice"},
+            "settings": {"task": {"clients": 6}, "clients": {"per_round": 3}},
+            "claims": [{"text": "FedGA above FedAvg", "first": "fedga", "second": "fedavg", "at": "communication"}],
+            "scales": {
+                "small": {
+                    "budget": 8,
+                    "seeds": 2,
+                    "tune": {
+                        "budget": 4,
+                        "lists": {
+                            "fedga": {"lr": [0.05, 0.2], "beta": [0.1], "beta_fine": [0.1]},
+                            "fedprox": {"mu": [0.1]},
+                        },
+                    },
+                }
+            },
+        },
+        {
+            "name": "taken",
+            "title": "digits with the same settings",
+            "recipe": "digits",
+            "algorithms": [["no alignment"]],
+            "settings_from": "tiny",
+            "settings": {"task": {"clients": 6}, "clients": {"per_round": 3}},
+            "entries": {"no alignment": {"algorithm": {"name": "fedga", "beta": 0.0}}},
+            "claims": [
+                {"text": "β = 0 is FedAvg", "first": "no alignment", "second": "tiny/fedavg", "at": "communication"}
+            ],
+            "scales": {"small": {"budget": 8, "seeds": 2}},
+        },
+    ]
+}
+
+
+@pytest.fixture
+def _tiny(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_bytes(tomli_w.dumps(TINY).encode())
+
+
+WORDS = ("reproduce", "--plan", "tiny.toml", "--out", "out", "--workers", "0")
+
+
+def stamps() -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in Path("out").rglob("summary.json")}
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
+    process = subprocess.Popen([sys.executable, "-m", "gradalign", *WORDS], stderr=subprocess.DEVNULL)
+    first = Path("out/tiny/runs/fedga/seed0/summary.json")
+    while not first.exists() and process.poll() is None:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = stamps()
+    assert first.exists()
+    assert len(done) < 8
+
+    call(*WORDS, "tiny", "--only", "fedga,fedavg")
+    assert {path: stamp for path, stamp in stamps().items() if path in done} == done  # what is done is left alone
+    assert not Path("out/tiny/runs/fedprox").exists()
+    state = json.loads(call(*WORDS, "--list", "--json").stdout)
+    assert [one["settings_to_choose"] for one in state] == [["fedprox"], []]
+    assert state[0]["left"].startswith("2 of 6 runs left, about 0:00:0")
+
+    results = json.loads(call(*WORDS, "--json").stdout)
+    assert results == json.loads(Path("out/results.json").read_text()) | {"report": "out/report.html"}
+    tiny, taken = results["experiments"]
+    assert [one["seeds"] for one in tiny["algorithms"]] == [[0, 1]] * 3
+    assert [one["communication_rounds"] for one in tiny["algorithms"]] == [8, 8, 8]
+    # FedGA's displacement times zero: the same runs as FedAvg's if FedAvg's settings were FedGA's.
+    assert taken["verdicts"][0]["second_scores"] == tiny["verdicts"][0]["second_scores"]
+    for row in (*tiny["verdicts"], *taken["verdicts"]):
+        assert (row["verdict"], row["why"]) == judge(
+            Claim.model_validate({k: row[k] for k in ("text", "first", "second", "at")}),
+            difference(row["first_scores"], row["second_scores"]),
+        )
+    assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", code=2).stderr
+    page = Path("out/report.html").read_text()
+    assert "FedGA above FedAvg" in page
+    assert page.index("Verdicts</h2>") < page.index("Comparison</h3>")
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_settings_are_chosen_on_validation_examples_and_written_down():
+    call(*WORDS, "tiny", "--only", "fedavg")
+    for file in Path("out/tiny/tune").rglob("metrics.jsonl"):
+        rows = read_metrics(file.parent)
+        assert all(row["test_accuracy"] is None for row in rows)
+        assert rows[-1]["validation_accuracy"] is not None
+        assert read_table(file.parent / "spec.toml")["seed"] == SEARCH_SEED
+    settled = {name: Chosen.model_validate(one) for name, one in read_table(Path("out/tiny/settings.toml")).items()}
+    assert list(settled) == ["fedga", "fedavg"]
+    assert "not trained on" in settled["fedga"].source
+    spec = read_table(Path("out/tiny/runs/fedavg/seed1/spec.toml"))
+    assert spec["local"]["lr"] == settled["fedavg"].values["lr"]
+    assert "holdout" not in spec["clients"]
+
+
+@pytest.mark.usefixtures("_tiny")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("no-such",), 'there is no experiment "no-such"; known are tiny, taken'),
+        (("--scale", "huge"), '--scale must be small, medium, paper, got "huge"'),
+        (("--only", "fedgo"), '--only: "fedgo" is no entry; known are fedavg, fedga, fedprox, no alignment'),
+        (("--plan", "none.toml"), "there is no recipe none.toml"),
+        (("--report",), "out holds no finished run of the list; begin without --report"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, sentence):
+    result = call(*WORDS, *words, code=2)
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not Path("out").exists()
+
+
+def test_a_plan_with_mistakes_is_refused(tmp_path):
+    def refused(change) -> str:
+        plan = json.loads(json.dumps(TINY))
+        change(plan["experiment"])
+        (tmp_path / "own.toml").write_bytes(tomli_w.dumps(plan).encode())
+        with pytest.raises(GradalignError) as error:
+            read_plan(tmp_path / "own.toml")
+        return str(error.value)
+
+    assert 'names "scaffold"' in refused(lambda list_: list_[0]["claims"][0].update(first="scaffold"))
+    assert 'names "nobody"' in refused(lambda list_: list_[1].update(settings_from="nobody"))
+    assert '"tiny" is there twice' in refused(lambda list_: list_[1].update(name="tiny"))
+    assert "tolerance" in refused(lambda list_: list_[0]["claims"][0].update(expect="equal"))
+    assert 'did you mean "algorithms"' in refused(lambda list_: list_[0].update(algorithm=["fedga"]))
+    assert refused(lambda list_: list_.clear()) == "own.toml has no [[experiment]]"

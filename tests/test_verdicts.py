@@ -1,0 +1,102 @@
+"""The rules that judge the paper's claims, on made-up numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gradalign.report.statistics import Difference, difference
+from gradalign.reproduce.verdicts import Claim, judge, score, scores, verdict_row
+
+
+def claim(**changes) -> Claim:
+    return Claim(
+        **{"text": "FedGA ends above FedAvg", "first": "fedga", "second": "fedavg", "at": "communication"} | changes
+    )
+
+
+def run_of(*accuracies: float | None, phases: int = 1) -> list[dict[str, float]]:
+    """A run measured after every round, 100 updates and 50 examples each; a round costs so many communications."""
+    rows = []
+    for t, accuracy in enumerate(accuracies):
+        row = {"round": t, "communication_rounds": phases * t, "local_updates": 100 * t, "examples": 50 * phases * t}
+        rows.append(row if accuracy is None else row | {"test_accuracy": accuracy})
+    return rows
+
+
+# By hand: three seeds each with variance 1 have a standard error of √(2/3) and four degrees of freedom: the margin is
+# 2.776 · 0.8165 = 2.267.
+@pytest.mark.parametrize(
+    ("first", "second", "changes", "expected"),
+    [
+        ((86.0, 87.0, 88.0), (83.0, 84.0, 85.0), {}, "reproduced"),  # 3 ± 2.27
+        ((83.0, 84.0, 85.0), (86.0, 87.0, 88.0), {}, "not reproduced"),
+        ((83.0, 84.0, 85.0), (86.0, 87.0, 88.0), {"expect": "lower"}, "reproduced"),
+        ((86.0, 87.0, 88.0), (83.0, 84.0, 85.0), {"expect": "lower"}, "not reproduced"),
+        ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {}, "undecidable"),  # 1 ± 2.27, and nothing to hold against it
+        ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"claimed": 3.05}, "undecidable"),  # up to 3.27: it may be the paper's
+        (
+            (84.0, 85.0, 86.0),
+            (83.0, 84.0, 85.0),
+            {"claimed": 3.4},
+            "not reproduced",
+        ),  # smaller than the paper's for sure
+        ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"claimed": 3.4, "expect": "lower"}, "not reproduced"),
+        ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"expect": "equal", "tolerance": 3.5}, "reproduced"),
+        ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"expect": "equal", "tolerance": 3.0}, "undecidable"),
+        ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"tolerance": 3.5}, "reproduced"),  # −1 ± 2.27: not worse by 3.5
+        ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"tolerance": 3.0}, "undecidable"),
+        ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"tolerance": 3.5, "expect": "lower"}, "reproduced"),
+        ((83.0, 84.0, 85.0), (89.0, 90.0, 91.0), {"tolerance": 3.5}, "not reproduced"),  # −6 ± 2.27
+        ((89.0, 90.0, 91.0), (83.0, 84.0, 85.0), {"expect": "equal", "tolerance": 3.0}, "not reproduced"),  # 6 ± 2.27
+        # Unequal seeds: se² = 2/2 + (5/3)/4, 1.90 degrees of freedom, margin 5.4; pooled over 4 it would be 3.
+        ((86.0, 88.0), (82.0, 83.0, 84.0, 85.0), {}, "undecidable"),  # 3.5 ± 5.4
+        ((90.0, 92.0), (82.0, 83.0, 84.0, 85.0), {}, "reproduced"),  # 7.5 ± 5.4
+        ((90.0,), (82.0, 83.0, 84.0), {}, "undecidable"),  # one seed has no spread
+        ((), (82.0, 83.0, 84.0), {}, "undecidable"),
+    ],
+)
+def test_the_rules(first, second, changes, expected):
+    assert judge(claim(**changes), difference(first, second))[0] == expected
+
+
+def test_the_rule_tells_the_numbers_that_decided():
+    found = judge(claim(claimed=3.4), Difference(value=1.0, margin=2.0))
+    assert found == ("not reproduced", "95 % interval from -1 to +3 has 0 in it and leaves out the paper's 3.4")
+    # For a claim that something is lower the interval is still that of first − second.
+    assert judge(claim(expect="lower"), Difference(value=-3.0, margin=2.0))[1].startswith("95 % interval from -5 to -1")
+
+
+def test_a_level_is_judged_by_the_first_side_alone():
+    # Student: mean 1.1 points, s = 0.1, n = 3, t = 4.303: 0.1 ± 0.2484 around the level of 1 point.
+    own = claim(first="scaffold", second=0.01, expect="equal", tolerance=0.4)
+    row = verdict_row(own, {"scaffold": [run_of(0.0, 0.010), run_of(0.0, 0.011), run_of(0.0, 0.012)]})
+    assert row["difference"] == pytest.approx(0.1)
+    assert row["margin"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
+    assert row["verdict"] == "reproduced"
+
+
+def test_both_sides_are_compared_where_they_have_spent_alike():
+    runs = {"fedga": [run_of(0.0, 0.2, 0.5, phases=2)], "fedavg": [run_of(0.0, 0.1, 0.3, 0.6, 0.7)]}
+    assert scores(runs, claim()) == ([50.0], [70.0])  # 4 communications
+    assert scores(runs, claim(at="updates")) == ([50.0], [30.0])  # 200 updates
+    assert scores(runs, claim(at="computation", window=0.5)) == ([50.0], [65.0])  # 200 examples, the mean above 100
+    assert scores(runs | {"fedavg": [*runs["fedavg"], run_of(0.0, 0.1)]}, claim())[0] == []  # at 1 nobody measured
+
+
+def test_scores_leave_out_what_was_not_measured():
+    assert score(run_of(0.0, 0.2, None, 0.4), claim(window=1.0), 3) == pytest.approx(30.0)  # not the start
+    assert score(run_of(0.0, None, None), claim(), 2) is None
+    assert score(run_of(0.0, 0.5, math.nan), claim(window=1.0), 2) is None
+    good, bad = [run_of(0.0, 0.5), run_of(0.0, 0.6)], run_of(0.0, math.nan)
+    row = verdict_row(claim(), {"fedga": [*good, bad], "fedavg": good})
+    assert row["first_scores"] == [50.0, 60.0]
+    row = verdict_row(claim(), {"fedga": good})
+    assert (row["verdict"], row["difference"], row["why"]) == ("undecidable", None, "a side has no finished run")
+
+
+def test_losses_and_drift_are_in_their_own_units():
+    rows = [{"communication_rounds": 1.0, "drift": 0.5, "test_accuracy": 0.5}]
+    assert score(rows, claim(metric="drift"), 1) == 0.5
+    assert score(rows, claim(), 1) == 50.0
