@@ -162,18 +162,32 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
     first = finished[0].planned.spec
     # The paper's numbers are of test data: nothing else is set beside them.
     paper = paper_note(first) if on == "test" else None
+    entries = [_entry_summary(name, runs, on, target) for name, runs in _by_entry(finished).items()]
     return {
         "name": first.name,
+        "terms": terms_of([entry for entry in entries if any(run["failure"] is None for run in entry["runs"])]),
         "seeds": sorted({run.planned.seed for run in finished}),
         "rounds": first.rounds,
         "scale": describe_scale(first),
         "paper": paper,
         "scored_on": on,
         "target_accuracy": target,
-        "algorithms": [_entry_summary(name, runs, on, target) for name, runs in _by_entry(finished).items()],
+        "algorithms": entries,
         "task": next((run.summary["task"] for run in finished if run.summary), None),
         "versions": versions(),
     }
+
+
+def terms_of(entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return in words what the algorithms of a comparison had the same of, as they were in fact run."""
+    spent = sorted({entry["communication_rounds"] for entry in entries})
+    if not spent:
+        return None
+    if len(spent) == 1:
+        return f"at equal communication ({spent[0]:,} rounds of it each)"
+    rounds = {entry["settings"]["rounds"] for entry in entries}
+    words = f"{spent[0]:,} to {spent[-1]:,} rounds of communication"
+    return f"at equal updates ({rounds.pop():,} rounds, {words})" if len(rounds) == 1 else f"at {words}"
 
 
 def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float | None) -> dict[str, Any]:
@@ -214,7 +228,7 @@ def write_comparison(folder: Path, finished: Sequence[Finished], curves: Sequenc
         counts = {len(runs) for runs in _by_entry(ended).values()}
         seeds = f"{max(counts)} seed{'s' * (max(counts) > 1)}" if len(counts) == 1 else "the seeds that finished"
         scale = f" (scaled to {summary['scale']})" if summary["scale"] else ""
-        title = f"{summary['name']}{scale}: mean of {seeds}, shade from lowest to highest"
+        title = f"{summary['name']} {summary['terms']}{scale}: mean of {seeds}, shade from lowest to highest"
         rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(ended).items()}
         draw_comparison(folder / CURVES, title, rows, shown, summary["target_accuracy"])
     write_json(folder / SUMMARY, summary)

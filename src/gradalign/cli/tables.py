@@ -118,15 +118,14 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
 
 def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     entries, paper, target = summary["algorithms"], summary.get("paper"), summary["target_accuracy"]
-    spent = {entry.get("communication_rounds") for entry in entries} - {None}
-    most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
+    terms = summary.get("terms") or f"{summary['rounds']} rounds"
     on = plain(summary.get("scored_on", "test"))
     scored = any(entry[f"best_{on}_accuracy"] for entry in entries)
     columns = ["best, %", "final, %"] if scored else ["final"]
     columns += [f"rounds to {100 * target:.4g} %" if target else "rounds to target", "final r(x)"]
     what = f"{on} {'accuracy' if scored else 'loss'}"
     scale = f", scaled to {summary['scale']}" if summary.get("scale") else ""
-    title = plain(f"{summary['name']}: {what}, {seeds_words(summary)}, {most}{scale}")
+    title = plain(f"{summary['name']}: {what}, {seeds_words(summary)}, {terms}{scale}")
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("algorithm", style="bold")
     known = bool(paper) and any(entry.get("paper_test_accuracy") is not None for entry in entries)

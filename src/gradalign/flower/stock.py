@@ -65,14 +65,9 @@ class _Round:
 class _Adapter:
     """The innermost mod: between our messages and the app's own train function."""
 
-<<<<<<< HEAD
     def __init__(self, losses: Losses | None, algorithms: list[type[Algorithm]]) -> None:
         self._losses, self._algorithms = losses, algorithms
-=======
-    def __init__(self, losses: Losses | None, algorithms: Iterable[type[Algorithm]]) -> None:
-        self._losses, self._algorithms = losses, list(algorithms)
         self.own_train: ClientAppCallable | None = None  # the app's train function without any mods of its own
->>>>>>> flower
 
     def __call__(self, message: Message, context: Context, train: ClientAppCallable) -> Message:
         ordered = any(ORDER in config for config in message.content.config_records.values())
@@ -274,15 +269,9 @@ class ClientApp(FlowerClientApp):
         examples: Callable[[Context], int] | None = None,
         algorithms: Iterable[type[Algorithm] | str] = (),
     ) -> None:
-<<<<<<< HEAD
         self._adapter = _Adapter(gradient, messages.own_classes(algorithms))
-        self._own_train: ClientAppCallable | None = None
-        super().__init__(client_fn, [Door(mods or ()), *(mods or ()), self._adapter])
-=======
-        self._adapter = _Adapter(gradient, algorithms)
         self._door = Door(mods or ())
         super().__init__(client_fn, [self._door, *(mods or ()), self._adapter])
->>>>>>> flower
         if client_fn is None:
             self.query("partition")(tell_partition(self, examples, stock=True))
             super().train("gradient")(self._gradient_phase)

@@ -70,7 +70,13 @@ class Recipe:
         return _checked(self.tables_for(entry), f"{self.source} ({entry})", seed=seed)
 
     def tables_for(self, entry: str) -> dict[str, Any]:
-        """Return the tables of one entry of a comparison before they are scaled and checked."""
+        """Return the tables of one entry of a comparison, with its fair share of rounds, before they are scaled."""
+        from gradalign.recipes.fair import at_equal_communication
+
+        return at_equal_communication(self, entry)
+
+    def settings_of(self, entry: str) -> dict[str, Any]:
+        """Return the tables of one entry of a comparison with the recipe's rounds, or its own settings'."""
         from gradalign.recipes.scale import lay_over, lay_settings
 
         settings = self.compare.settings.get(entry, {})

@@ -189,6 +189,8 @@ class CompareSpec(Section):
 
     algorithms: list[str] = ["fedga", "scaffold", "fedprox", "fedavg"]
     seeds: Seeds = 3
+    equal: Literal["communication", "updates"] = "communication"
+    """What all entries have the same of: ``rounds`` is the recipe's own algorithm's, the others' follow from it."""
     settings: dict[str, dict[str, Any]] = {}
     curves: list[Curve] = ["test_accuracy", "test_loss", "r"]
 

@@ -150,7 +150,7 @@ def _recipe(experiment: Experiment) -> dict[str, Any] | None:
         beyond = _as_tables({place: value for place, value in own.items() if place not in shared})
         settings[name] = beyond | {"algorithm": {"name": spec["algorithm"]["name"]} | beyond.get("algorithm", {})}
     seeds = sorted({run.seed for run in experiment.runs})
-    compare = {"algorithms": names, "seeds": len(seeds), "settings": settings}
+    compare = {"algorithms": names, "seeds": len(seeds), "equal": "updates", "settings": settings}  # with their rounds
     return _as_tables(shared) | {"seed": seeds[0], "compare": compare}
 
 

@@ -147,7 +147,7 @@ def best_recipe(plan: SweepPlan, best: Point, baseline: Point | None) -> dict[st
     """Return the recipe with the best values; its [compare] sets the tuned baseline beside it."""
     tables = apply_point(plan.recipe.tables_for(plan.search.entry), best)
     name = tables["algorithm"]["name"]
-    compare: dict[str, Any] = {"algorithms": [name], "seeds": plan.seeds, "curves": plan.recipe.compare.curves}
+    compare = plan.recipe.compare.model_dump(include={"curves", "equal"}) | {"algorithms": [name], "seeds": plan.seeds}
     if plan.search.baseline is not None and baseline is not None:
         own = plan.recipe.tables_for(plan.search.baseline)
         settings = merge(plan.recipe.compare.settings.get(plan.search.baseline, {}), apply_point({}, baseline))
