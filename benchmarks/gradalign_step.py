@@ -2,9 +2,9 @@
 
     python -m benchmarks.gradalign_step
 
-Prints the ratio of times (two passes instead of one: about 2), the peak memory of a process that takes such steps,
-and the share of a step that is spent in all-reduce with two ranks. Plain and aligned steps alternate, and medians are
-compared, so that a busy machine disturbs both alike.
+Prints the ratio of times (two passes instead of one: about 2), with --lightning also inside Lightning, the peak
+memory of a process that takes such steps, and the share of a step that is spent in all-reduce with two ranks. Plain and
+aligned steps alternate, and medians are compared, so that a busy machine disturbs both alike.
 """
 
 from __future__ import annotations
@@ -77,6 +77,47 @@ class Bench:
         """Take a GradAlign step in little memory."""
         self.opt.memory = "low"
         self.opt.step(self.loss, self.inputs, self.targets, parts=self.parts)
+
+
+def lightning_times(bench: Bench, repeats: int) -> dict[str, float]:
+    """Return the median seconds of a whole training step inside Lightning, SGD by parts and GradAlign in turn."""
+    import lightning.pytorch as pl
+
+    times: dict[str, list[float]] = {"accumulated": [], "full": []}
+    batch = (bench.inputs, bench.targets)
+
+    class Module(pl.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = bench.model
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            plain, opt = self.optimizers()
+            began = time.perf_counter()
+            if batch_idx % 2:
+                opt.step(bench.loss, *batch, parts=bench.parts)
+            else:
+                plain.zero_grad()
+                for x, y in zip(*(given.chunk(bench.parts) for given in batch), strict=True):
+                    self.manual_backward(bench.loss(x, y) / bench.parts)
+                plain.step()
+            times["full" if batch_idx % 2 else "accumulated"].append(time.perf_counter() - began)
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            sgd = torch.optim.SGD(self.parameters(), lr=1e-3)
+            return [sgd, ga.GradAlign(torch.optim.SGD(self.parameters(), lr=1e-3), beta=1e-3)]
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
+    trainer.fit(Module(), torch.utils.data.DataLoader([batch] * (2 * repeats + 2), batch_size=None))
+    return {kind: median(seconds[1:]) for kind, seconds in times.items()}
 
 
 KINDS = ("whole", "accumulated", "full", "low")
@@ -160,6 +201,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--small", type=int, default=64, help="examples in a part")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--lightning", action="store_true", help="measure inside Lightning, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -173,8 +215,10 @@ def main() -> None:
     times = step_times(bench, options.repeats)
     memory = {kind: child(*words, f"--child={kind}") for kind in KINDS}
     share = child(*words, "--child=share", ranks=2)
+    inside = lightning_times(bench, options.repeats) if options.lightning else None
     if options.json:
-        print(json.dumps({"seconds": times, "memory": memory, "two_ranks": share}, indent=1))
+        found = {"seconds": times, "memory": memory, "two_ranks": share, "lightning_seconds": inside}
+        print(json.dumps(found, indent=1))
         return None
     size = sum(p.numel() for p in bench.model.parameters())
     print(f"{options.model}, {size:,} parameters, {options.parts} parts of {options.small} examples, one thread")
@@ -184,6 +228,8 @@ def main() -> None:
             f"{name:15} {1e3 * times[kind]:8.1f} ms a step, {ratio:5.2f} x SGD by parts, "
             f"peak memory +{memory[kind]['bytes'] / 2**20:.0f} MiB ({memory[kind]['vectors']:.1f} gradients)"
         )
+    if inside is not None:
+        print(f"inside Lightning: {inside['full'] / inside['accumulated']:5.2f} x SGD by parts there")
     print(f"two ranks: {100 * share['share']:.1f} % of a GradAlign step in all-reduce, waiting included")
     return None
 

@@ -46,19 +46,19 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 # The tests that guard each module, the quickest first.
 ROUNDS = ("combinations", "sums", "algorithms", "reference")
 TOGETHER = ("products", "fast_limits", "together", "lockstep", "reference")
-OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed")
+OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed", "trainers")
 TASKS = ("bounds", "partition", "holdout", "groups", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory", "probe")
 GUARDS: dict[str, tuple[str, ...]] = {
     "algorithms/__init__": ("combinations", "algorithms", "constants", "bounds", "reference"),
     "algorithms/plan": ROUNDS,
-    "algorithms/rules": ("server", "constants", "bounds", "reference"),
+    "algorithms/rules": ("server", "constants", "bounds", "own_algorithm", "reference"),
     "algorithms/schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
     "algorithms/view": ROUNDS,
     "reproduce/verdicts": ("verdicts",),
-    "client/__init__": ("constants", "bounds", "local", "reference"),
+    "client/__init__": ("constants", "bounds", "local", "local_optimizers", "reference"),
     "client/exchange": (*ROUNDS, "streams", "measuring", "resume_bits"),
-    "client/step": ("algorithms", "reference", "fast_limits", "decay"),
+    "client/step": ("algorithms", "local_optimizers", "reference", "fast_limits", "decay"),
     "client/trainer": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
     "fast/__init__": ("together", "lockstep", "fast", "reference", "resume_bits", "streams"),
     "fast/batches": TOGETHER,
@@ -70,6 +70,8 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "fast/spectrum": ("spectrum",),
     "fast/stacks": ("same_function", "fast"),
     "optim/closures": OPTIM,
+    "optim/gradients": OPTIM,
+    "optim/pending": OPTIM,
     "optim/ranks": OPTIM,
     "optim/two_pass_steps": OPTIM,
     "optim/two_passes": OPTIM,
@@ -79,9 +81,10 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "server/clients": ("client_results", "metrics"),
     "server/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence", "engines", "runs"),
     "server/monitor": ("callbacks",),
-    "server/rounds": (*ROUNDS, "evaluation", "streams", "measuring", "local", "together", "lockstep"),
+    "server/rounds": (*ROUNDS, "own_algorithm", "evaluation", "streams", "measuring", "local", "together", "lockstep"),
     "tasks/batches": (*TASKS, "batches"),
     "tasks/divide": TASKS,
+    "tasks/encode": ("tables",),
     "tasks/holdout": TASKS,
     "tasks/partition": TASKS,
     "theory/check": THEORY,

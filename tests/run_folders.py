@@ -23,12 +23,16 @@ def spec_of(algorithm: str = "fedga", seed: int = 0, **changes) -> dict:
 
 
 def rows_of(final: float, rounds: int = 4, *, phases: int = 2) -> list[dict]:
-    """Accuracy rises by equal steps to ``final``; round t has cost 100 t updates, 20 t bytes and t/2 seconds."""
+    """Accuracy rises by equal steps to ``final``; round t has cost 100 t updates, 20 t bytes and t/2 seconds.
+
+    Each phase of a round has cost 60 examples.
+    """
     return [
         {
             "round": t,
             "communication_rounds": phases * t,
             "local_updates": 100 * t,
+            "examples": 60 * phases * t,
             "bytes_up": 10 * t,
             "bytes_down": 10 * t,
             "seconds": t / 2,

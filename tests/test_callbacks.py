@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -269,3 +270,14 @@ def test_a_trial_of_a_sweep_is_scored_by_the_monitored_metric(monitor, mode, tmp
     )
     assert (scoring.name, scoring.larger) == (name, mode is None)
     assert scoring.shown(score) == (score if mode is None else -100 * score)
+
+
+def test_what_was_measured_comes_back_from_what_was_written(tmp_path):
+    from gradalign.recipes.spec import validate
+
+    measure = ga.Measure(metrics=["f1"], monitor="f1", mode="max", clients_every=0, test_clients=7, train_every=2)
+    run(measure=measure, early_stopping={"patience": 2, "min_delta": 0.25}, keep_best=True, out=tmp_path, rounds=1)
+    written = tomllib.loads((tmp_path / "spec.toml").read_text())
+    spec = validate({"measure": written["measure"]}, "spec.toml")
+    stopping = EarlyStopping(patience=2, min_delta=0.25)
+    assert ga.Measure(**spec.measure.model_dump()) == replace(measure, early_stopping=stopping, keep_best=True)

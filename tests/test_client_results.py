@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,6 +110,15 @@ def test_rows_and_summary_have_the_spread_over_clients():
     for one, tuned in zip(result.clients, result.personalized, strict=True):
         assert one.loss == pytest.approx(by_hand(final, one.client, tuned=False)[0], rel=1e-12)
         assert tuned.loss == pytest.approx(by_hand(final, one.client, tuned=True)[0], rel=1e-12)
+
+
+def test_clients_tune_with_the_learning_rate_of_the_last_round():
+    """A cosine from 0.4 to 0 is at 0.2 in the second of two rounds, and at 0 after them."""
+    local = replace(LOCAL, lr=ga.Cosine(value=0.4, end=0.0))
+    result = run(task_of(), local=local)
+    final = task_of(model=result.model)
+    for one in result.personalized:
+        assert one.loss == pytest.approx(by_hand(final, one.client, tuned=True)[0], rel=1e-12)
 
 
 def test_measuring_clients_changes_no_training_and_no_other_number():
@@ -327,4 +337,5 @@ def test_the_command_line_tells_of_clients_and_of_an_early_end(tmp_path, monkeyp
     assert f"worst {summary['final_clients_worst_accuracy']:.2%}" in done.output
     assert re.search(r"tuned at home +accuracy: mean ", done.output)
     assert f"{summary['final_test_f1']:.4g}" in done.output
+    assert re.search(r"best round +\d, test accuracy 0\.\d", done.output)
     assert "test accuracy did not get better by more than 0.99 in the last measurement" in done.output

@@ -211,7 +211,7 @@ def test_inside_a_daemonic_worker_the_run_stays_in_process():
         (lambda t: ga.Task(model=t.model, clients=3), "Task.clients must be a sequence"),
         (lambda t: ga.Task(model=t.model, clients=[(torch.tensor(1.0), torch.tensor(1))]), "one entry per example"),
         (lambda t: ga.Measure(train_clients=0), "measure.train_clients must be a whole number of at least 1"),
-        (lambda t: ga.FedGA(beta="0.1"), "algorithm.beta must be a number or a schedule, got '0.1'"),
+        (lambda t: ga.FedGA(beta="0.1"), 'algorithm.beta must be a number, a schedule or "auto", got "0.1"'),
         (lambda t: ga.LocalTraining(steps=2.5), "local.steps must be a whole number"),
     ],
 )

@@ -120,7 +120,7 @@ class Second(First):
 def test_fields_of_ones_own_do_not_hide_which_algorithm_it_is(tmp_path):
     _, written = described(combine(First(), ga.FedProx(mu=0.5)), ga.LocalTraining())
     assert written["algorithm"] == {
-        "name": "first+fedprox", "mu": 0.5, "parts": {"first": {"name": "same", "parts": 2}}
+        "name": "test_described:First+fedprox", "mu": 0.5, "parts": {"first": {"name": "same", "parts": 2}}
     }  # fmt: skip
     options = {"rounds": 2, "local": ga.LocalTraining(lr=0.1, steps=1), "workers": 0, "out": tmp_path / "r"}
     before = ga.run(TASK, First(), **options)
@@ -151,6 +151,8 @@ def test_a_class_of_ones_own_is_not_taken_for_the_librarys():
 
     class Rule(ga.FedAdam):
         """A rule with its parent's label."""
+
+        label = "fedadam"
 
     _, written = described(combine(FedProx(mu=0.1), Rule()), ga.LocalTraining())
     assert "FedProx" in written["algorithm"]["name"]

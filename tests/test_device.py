@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,32 @@ def test_python_too():
         ga.run(task, ga.FedAvg(), device="gpu0")
     result = ga.run(task, ga.FedAvg(), rounds=1, device=torch.device("cpu"), workers=0)
     assert result.summary["rounds"] == 1
+
+
+def test_a_recipe_may_name_the_device(tmp_path, monkeypatch):
+    """It is no part of the spec, and --device goes over it."""
+    monkeypatch.chdir(tmp_path)
+    text = 'rounds = 1\n{}\n[task]\nname = "digits"\nclients = 5\n[algorithm]\nname = "fedavg"\n'
+    Path("my.toml").write_text(text.format('device = "gpu0"'))
+    for command in ("run", "compare", "sweep"):
+        assert '"gpu0" is not a device' in call(command, "my.toml", "--out", "out", code=2).stderr
+    assert not Path("out").exists()
+    call("run", "my.toml", "--device", "cpu", "--workers", 0, "--out", "out")
+    assert "device" not in read_spec(Path("out"))
+    call("run", "my.toml", "--set", "device=cpu:0", "--resume", "--out", "out")
+    Path("my.toml").write_text(text.format("device = 3"))
+    assert "device must be a word such as" in call("run", "my.toml", code=2).stderr
+
+
+def test_on_another_device_than_the_processor_the_bits_are_the_same():
+    """On one that holds the processor's numbers, but does not mix with it; see ``accelerator``."""
+    pytest.importorskip("flwr")
+    registration = pytest.importorskip("torch.utils.backend_registration")
+    if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch cannot have devices made in Python")
+    script = Path(__file__).with_name("accelerator.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == 6
+    assert all(line.endswith(", same") for line in told), told

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from gradalign.errors import GradalignError
 from gradalign.tasks.digits import digits
 from gradalign.tasks.task import Task
-from gradalign.theory.diagnose import beta_range, diagnose, verdict_of
+from gradalign.theory.diagnose import beta_range, diagnose, form_to_try, verdict_of
 from gradalign.theory.probe import Probe, spread
 from gradalign.theory.random_splits import distinct_splits, pieces_of, r_and_cosine, random_split
 
@@ -239,3 +239,53 @@ def test_overlapping_examples_are_dealt_in_pieces():
     assert [
         len(piece) for own in pieces_of(Probe(Task(model=plain.model, clients=copies, groups=groups))) for piece in own
     ] == [10] * 32
+
+
+def shown(*words: object, code: int = 0):
+    result = run_cli("diagnose", *(str(word) for word in words))
+    assert result.exit_code == code, result.output + result.stderr
+    return result
+
+
+def test_a_recipe_brings_its_task_its_lr_and_its_steps(tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        """
+        name = "mine"
+        seed = 3
+        [task]
+        name = "digits"
+        clients = 6
+        partition = "iid"
+        [algorithm]
+        name = "fedavg"
+        [local]
+        lr = {kind = "cosine", value = 0.3, rounds = 50}
+        epochs = 2
+        batch_size = 32
+        gradient_examples = 100
+        """
+    )
+    found = json.loads(shown(recipe, "--json").stdout)
+    # 1,348 training digits at 6 clients are 224 or 225 each: 8 batches of 32 an epoch, counted as whole ones.
+    assert (found["clients"], found["lr"], found["steps"]) == (6, 0.3, 16)
+    assert (found["trained"], found["gradient_examples"]) == (16 * 32, 100)
+    assert "100 examples a client beside the 512 of its steps (+20%)" in found["form"]
+    other = json.loads(shown(recipe, "--json", "--lr", 0.1, "--steps", 3, "--set", "clients=4", "--seed", 1).stdout)
+    assert (other["clients"], other["lr"], other["steps"], other["trained"]) == (4, 0.1, 3, 96)
+    assert "there is no recipe file" in shown(tmp_path / "none.toml", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("verdict", "trained", "gradient", "advice"),
+    [
+        ("aligned", 320.0, 64.0, "Try none of them before FedAvg."),
+        ("misaligned", 320.0, 64.0, 'Try mean="running" first'),
+        ("misaligned", 32.0, 64.0, 'Try mean="kept" first'),
+    ],
+)
+def test_the_form_to_try_is_the_cheapest_that_can_help(verdict, trained, gradient, advice):
+    words = form_to_try(verdict, trained, gradient)
+    assert advice in words
+    assert "2 trips a round where FedAvg has 1" in words
+    assert f"(+{100 * gradient / trained:.0f}%)" in words

@@ -29,6 +29,26 @@ def test_the_loop_learns_in_both_ways():
     assert found[0] == pytest.approx(found[1], abs=0.02)
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["trainer_lightning.py", "trainer_lightning.py --automatic", "trainer_accelerate.py", "trainer_transformers.py"],
+)
+def test_the_trainers_examples_learn_and_are_short(words):
+    name, *options = words.split()
+    command = [sys.executable, str(EXAMPLES / name), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert "60 steps" in done.stdout
+    assert accuracies(done.stdout)[0] > 0.9
+    assert len((EXAMPLES / name).read_text().splitlines()) < 60
+
+
+def test_the_sharded_example_learns():
+    done = torchrun(2, str(EXAMPLES / "gradalign_fsdp.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert accuracies(done.stdout)[0] > 0.9
+
+
 def test_the_ddp_example_learns_and_its_ranks_stay_equal():
     done = torchrun(2, str(EXAMPLES / "gradalign_ddp.py"))
     assert done.returncode == 0, done.stderr[-3000:]

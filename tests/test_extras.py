@@ -14,7 +14,7 @@ NAMES = {"tomli-w": "tomli_w"}  # the others are imported by the name they are i
 OPTIONAL = [
     *("safetensors", "tomli_w", "pydantic", "typer", "rich", "requests", "matplotlib"),
     *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn", "pandas", "torchmetrics"),
-    "pyarrow",
+    *("pyarrow", "lightning", "accelerate", "transformers"),
 ]
 
 BARE = f"""
@@ -79,6 +79,9 @@ CALLS = {
     "flower": "ga.run(task, ga.FedAvg(), rounds=1, engine='flower')",
     "tables": "ga.table_task('t.csv', 'y', 'who')",
     "recipes": "import gradalign.recipes; gradalign.recipes.load_recipe('digits')",
+    "lightning": "import gradalign.lightning",
+    "accelerate": "import gradalign.accelerate",
+    "transformers": "import gradalign.transformers",
     "report": "from gradalign.report import write_report; write_report([], 'page.html')",
 }
 

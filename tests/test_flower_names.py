@@ -143,10 +143,10 @@ def telling_app(sizes, says=lambda client: {}):
     return app
 
 
-def start(app, rounds=1, clients=4, config=None, evaluate_fn=None, timeout=None, **names):
-    grid = LoggedGrid(app, clients)
+def start(app, rounds=1, clients=4, config=None, evaluate_fn=None, timeout=None, there=None, **names):
+    grid = LoggedGrid(app, there or clients)
     names = {"arrayrecord_key": "there", "configrecord_key": "asked", "patience": QUICK} | names
-    strategy = gf.AlignedStrategy(ga.FedAvg(), **names)
+    strategy = gf.AlignedStrategy(ga.FedAvg(), clients=clients if there else None, **names)
     arrays = ArrayRecord({"w": torch.tensor([1.0, 2.0], dtype=torch.float64)})
     asked = ConfigRecord({"deep": 3})
     return strategy.start(grid, arrays, rounds, timeout, config, asked, evaluate_fn), grid
@@ -155,11 +155,11 @@ def start(app, rounds=1, clients=4, config=None, evaluate_fn=None, timeout=None,
 SIZES = [1, 2, 3, 10]
 
 
-def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told():
+def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told(tmp_path):
     """The average of what client i adds, i, by 1, 2, 3 and 10 examples; by another key; by none; by one's function."""
     app = telling_app(SIZES, says=lambda client: {"mass": 0.5 if client == 1 else 1.5})
     mean = sum(i * size for i, size in enumerate(SIZES)) / sum(SIZES)
-    result, _ = start(app)
+    result, _ = start(app, out=tmp_path / "run")
     np.testing.assert_allclose(result.arrays["w"].numpy(), [1 + mean, 2 + mean], rtol=1e-15)
     assert result.train_metrics_clientapp[1]["mine"] == pytest.approx(mean)
     assert result.evaluate_metrics_clientapp[1]["val_loss"] == pytest.approx(2 * mean)
@@ -169,9 +169,12 @@ def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told():
     assert [(s.client, s.examples, s.loss, s.accuracy, dict(s.metrics)) for s in scores] == [
         (i, SIZES[i], 2.0 * i, 0.25 * i, {"f1": 0.5}) for i in range(4)
     ]
+    assert list(result.clients) == scores
+    assert result.history["clients_mean_accuracy"] == [None, 0.375]
+    assert (tmp_path / "run" / "clients.json").exists()
     other, _ = start(app, weighted_by_key="mass")
     np.testing.assert_allclose(other.arrays["w"].numpy()[0], 1 + (0.5 + 1.5 * 2 + 1.5 * 3) / 5.0)
-    even, _ = start(app, weights="uniform", clients=4)
+    even, _ = start(app, weights="uniform")
     np.testing.assert_allclose(even.arrays["w"].numpy()[0], 1 + 1.5)
 
     def largest(records, key):
@@ -179,6 +182,23 @@ def test_clients_weigh_their_examples_as_in_flower_and_every_metric_is_told():
 
     mine, _ = start(app, train_metrics_aggr_fn=largest, evaluate_metrics_aggr_fn=largest)
     assert mine.train_metrics_clientapp[1] == mine.evaluate_metrics_clientapp[1] == {"num-examples": 10}
+
+
+def test_those_that_are_sampled_need_not_wait_for_all_to_connect():
+    """Two of six nodes are there; they weigh what they say when they are asked, 20 each, and nobody waits for four."""
+    task = blobs()
+    local = ga.LocalTraining(lr=0.1, steps=1)
+
+    class Two(gf.InProcessGrid):
+        def get_node_ids(self):
+            return super().get_node_ids()[:2]
+
+    strategy = gf.AlignedStrategy(
+        ga.FedAvg(), task, local=local, clients=6, fraction_train=0.4, min_fraction=0.0, patience=QUICK, seed=3
+    )
+    result = strategy.start(Two(gf.client_app(task), 6), num_rounds=4)
+    assert max(n for n in result.history["reported"] if n is not None) >= 1
+    assert all(np.isfinite(loss) for loss in result.history["local_loss"] if loss is not None)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +223,11 @@ def test_fractions_and_least_numbers_are_flowers(names, trained, evaluated):
         ({"min_train_nodes": 9}, "min_train_nodes is 9, but there are 4 clients"),
         ({"min_available_nodes": 5}, "min_available_nodes is 5, but there are 4 clients"),
         ({"fraction_train": 1.5}, "fraction_train must be from 0 to 1"),
+        ({"fraction_train": 0.0}, "nobody trains with 0"),
+        (
+            {"min_available_nodes": 4, "there": 3},
+            "min_available_nodes is 4, and after 0.3 s 3 are connected",
+        ),
         ({"weighted_by_key": "mass"}, "no number called mass"),
     ],
 )
@@ -245,6 +270,14 @@ def test_the_users_function_sees_every_round_and_trackers_every_row():
 
 
 # Evaluation
+
+
+def test_a_model_in_bfloat16_comes_back_in_numbers_that_flower_can_carry():
+    task = ga.Task(model=lambda: torch.nn.Linear(8, 4).bfloat16(), clients=blobs().clients)
+    strategy = gf.AlignedStrategy(ga.FedAvg(), task, local=ga.LocalTraining(steps=1), patience=QUICK)
+    result = strategy.start(LoggedGrid(gf.client_app(task), 6), num_rounds=1)
+    for name, value in result.model.state_dict().items():
+        assert (result.arrays[name].numpy() == value.float().numpy()).all()
 
 
 @pytest.mark.parametrize("tuned", [False, True])

@@ -48,7 +48,7 @@ def problem():
     return Quadratics.make(4, examples=SIZES)
 
 
-def quadratic_app(problem, kind=gf.ClientApp, optimizer=torch.optim.SGD, options=None, **more):
+def quadratic_app(problem, kind=gf.ClientApp, optimizer=torch.optim.SGD, options=None, inside=None, **more):
     """An app as Flower's own quickstart has it, on whole clients of quadratics."""
     app = kind(**more)
 
@@ -58,7 +58,7 @@ def quadratic_app(problem, kind=gf.ClientApp, optimizer=torch.optim.SGD, options
         i = context.node_config["partition-id"]
         return model, (torch.as_tensor(problem.matrices[i]), torch.as_tensor(problem.centres[i]))
 
-    @app.train()
+    @app.train(mods=inside)
     def train(message, context):
         model, batch = load(message, context)
         config = message.content["config"]
@@ -199,6 +199,14 @@ def test_every_algorithm_trains_a_stock_app_as_it_trains_a_task(name, momentum):
     torch.testing.assert_close(vector(without), vector(expected), rtol=1e-9, atol=1e-9)
 
 
+def test_mods_of_the_train_function_see_its_own_arrays(problem):
+    """Flower's clipping mod as it is, around the function instead of the app, with AlignedStrategy."""
+    strategy = gf.AlignedStrategy(RUNNING, patience=QUICK, train_config={"clipping_norm": 0.05})
+    result = play(strategy, quadratic_app(problem, inside=[fixedclipping_mod]), problem)
+    clipped = by_hand(problem, 4, lambda v: v * min(1.0, 0.05 / np.linalg.norm(v)))
+    np.testing.assert_allclose(point(result), clipped, rtol=1e-9)
+
+
 @pytest.mark.parametrize("clip", [0.05, 1e9])
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_flowers_differential_privacy_around_one_trip(problem, side, clip):
@@ -234,11 +242,13 @@ class Counted:
 
 def test_s_tells_nothing_that_the_noisy_points_do_not_and_costs_no_release(problem):
     """With noise, s is a function of the points that were given out; Flower accounts for FedAvg's releases."""
-    told, equal = [], Quadratics.make(4, examples=(2, 2, 2, 2))
+    told, said, equal = [], [], Quadratics.make(4, examples=(2, 2, 2, 2))
 
     def look(message, context, call_next):
         told.append((message.content["arrays"]["w"].numpy(), dict(message.content["config"])))
-        return call_next(message, context)
+        reply = call_next(message, context)
+        said.append(reply.content["metrics"].get("total-step-size"))
+        return reply
 
     def releases(wrap):
         accountant = Counted()
@@ -253,6 +263,7 @@ def test_s_tells_nothing_that_the_noisy_points_do_not_and_costs_no_release(probl
         s = new if s is None else s + share * (new - s)
         np.testing.assert_allclose(np.frombuffer(config["gradalign.shared.fedga"]), s, rtol=1e-12)
     assert seen == 3
+    assert {number for number in said if number is not None} == {0.0}  # nor do clients tell their steps
     assert ours == releases(lambda private: private)
     assert len(ours) == 4
 
@@ -432,6 +443,31 @@ class Still:
         pass
 
 
+def test_two_trips_with_another_optimizer(problem):
+    """Adam from the displaced start, two rounds: torch's own steps beside NumPy's gradients."""
+    x = problem.start
+    for _ in range(2):
+        gradients = [problem.gradient(i, x) for i in range(4)]
+        mean, total = sum(p * g for p, g in zip(P, gradients, strict=True)), 0.0
+        for i in range(4):
+            start = x - BETA * (mean - gradients[i])
+            y = torch.nn.Parameter(torch.tensor(start))
+            adam = torch.optim.Adam([y], lr=LR)
+            for _ in range(STEPS):
+                y.grad = torch.tensor(problem.gradient(i, y.detach().numpy()))
+                adam.step()
+            total = total + P[i] * (y.detach().numpy() - start)
+        x = x + total
+    strategy = gf.AlignedStrategy(ga.FedGA(beta=BETA), patience=QUICK)
+    result = play(strategy, quadratic_app(problem, optimizer=torch.optim.Adam), problem, rounds=2)
+    np.testing.assert_allclose(point(result), x, rtol=1e-9)
+
+
+def test_an_app_of_flowers_own_cannot_take_two_trips(problem):
+    with pytest.raises(ga.GradalignError, match=r"no node can take part.*must be made by gradalign\.flower"):
+        play(gf.AlignedStrategy(RUNNING, patience=QUICK), quadratic_app(problem, FlowerClientApp), problem)
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_a_stock_app_cannot_have_is_said(problem, what):
     options, algorithm, sentence = REFUSED[what]
@@ -442,14 +478,15 @@ def test_what_a_stock_app_cannot_have_is_said(problem, what):
 @pytest.mark.parametrize(
     ("strategy", "algorithm", "sentence"),
     [
-        (FedAvg(), ga.FedGA(beta=0.1), "fedga needs more than one trip"),
+        (FedAvg(), ga.FedGA(beta=0.1), "fedga needs more of clients than one trip"),
         (FedAvg(), ga.FedProx(mu=0.1) + ga.FedAdam(), "the server's rule is the strategy's here"),
         (FedAdam(), RUNNING, "FedAdam does not average"),
+        (FedAvg(), RUNNING, "a client's app is not a gradalign.flower.ClientApp"),
     ],
 )
-def test_what_one_trip_cannot_carry_is_refused(strategy, algorithm, sentence):
+def test_what_one_trip_cannot_carry_is_refused(problem, strategy, algorithm, sentence):
     with pytest.raises(ga.GradalignError, match=sentence):
-        gf.OneTrip(strategy, algorithm)
+        play(gf.OneTrip(strategy, algorithm), quadratic_app(problem, FlowerClientApp), problem)
 
 
 def test_flowers_simulation_can_pickle_every_app(problem):

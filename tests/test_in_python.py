@@ -30,7 +30,7 @@ def test_words_are_short(result):
     assert repr(result) == f"<Result: fedavg, 3 rounds, test accuracy {100 * accuracy:.2f} %, 5 clients>"
     task = build_task("digits", seed=0, options={"clients": 5})
     assert repr(task) == "<Task digits: 5 clients, 1,348 training examples, 449 test examples, tests of clients>"
-    assert repr(ga.Task(model=nn.Linear(1, 1), clients=[[1]])) == "<Task custom: 1 clients, 1 training examples>"
+    assert repr(ga.Task(model=nn.Linear(1, 1), clients=[[1]])) == "<Task custom: 1 client, 1 training examples>"
     assert repr(LOCAL) == "LocalTraining(lr=0.1, steps=2, batch_size=10)"
     assert repr(ga.LocalTraining()) == "LocalTraining(lr=0.1)"
     both = combine(ga.FedProx(mu=0.5) + ga.FedAdam(lr=0.25))

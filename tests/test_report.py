@@ -18,9 +18,10 @@ from gradalign import report
 from gradalign.cli.app import app
 from gradalign.recipes import load_recipe
 from gradalign.report import how_to_repeat, write_report
+from gradalign.report.budgets import equal_views, to_target
 from gradalign.report.experiments import arrange
 from gradalign.report.figures import curve_figure
-from gradalign.report.series import CHOICES, curve_of, curves_of, thinned
+from gradalign.report.series import BETA, CHOICES, curve_of, curves_of, measured, thinned
 from gradalign.report.statistics import comparison_table, difference, overall, paper_pairs, verdict
 from gradalign.runs.read import gather
 from gradalign.tasks.digits import digits
@@ -135,6 +136,7 @@ def test_curves_are_the_mean_the_lowest_and_the_highest_of_the_seeds(tmp_path):
     assert curve.high == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
     assert curve.x["communication_rounds"] == [0, 2, 4, 6, 8]
     assert curve.x["local_updates"] == [0, 100, 200, 300, 400]
+    assert curve.x["examples"] == [0, 120, 240, 360, 480]
     assert curve.x["bytes"] == [0, 20, 40, 60, 80]
     assert curve.x["seconds"] == [0, 0.5, 1, 1.5, 2]
     assert [line.seed for line in curve.lines] == [0, 1]
@@ -161,7 +163,79 @@ def test_variants_of_one_algorithm_are_told_by_their_settings(tmp_path):
             write_run(tmp_path / f"sweep/{beta}/{seed}", spec | {"seed": seed})
     experiment = experiment_of(tmp_path / "sweep")
     assert [group.label for group in experiment.groups] == ["fedga (β=0.1)", "fedga (β=0.2)"]
+    assert [group.short for group in experiment.groups] == ["β=0.1", "β=0.2"], "a legend by what differs"
     assert [len(group.runs) for group in experiment.groups] == [2, 2]
+
+
+def test_at_equal_cost_a_group_counts_with_what_it_had_spent_by_then(tmp_path):
+    # fedga spends 2 communications and 120 examples a round, fedavg 1 and 60; both 100 updates; 4 rounds each.
+    results = {"fedga": [0.80, 0.82, 0.84], "fedavg": [0.70, 0.71, 0.72]}
+    experiment = experiment_of(write_comparison(tmp_path / "c", results))
+    views = equal_views(experiment)
+    assert views.heads == ("at 4 communication rounds", "at 400 local updates", "at 240 examples")
+    cells = {row.label: row.cells for row in views.rows}
+    assert cells["fedga"] == ("41.00 ± 1.00", "82.00 ± 2.00", "41.00 ± 1.00"), "half way, the end, half way"
+    assert cells["fedavg"] == ("71.00 ± 1.00",) * 3
+    # Means 41 and 71, variances 1 and 1: 4 degrees of freedom; then 82 and 71, variances 4 and 1, s² = 5/3.
+    ((names, (communication, first, updates, second)),) = views.pairs
+    assert (names, first, second) == ("fedga − fedavg", "yes", "yes")
+    assert communication == f"-30.00 ± {2.7764451 * math.sqrt(2 / 3):.2f}"
+    assert updates.startswith("+11.00 ± ")
+    assert views.answer.startswith("At 4 communication rounds each, the seeds tell 1 of 1 pair apart. At 400 local")
+    page = write_report([tmp_path / "c"], tmp_path / "r.html").read_text()
+    assert "at 4 communication rounds" in page
+    assert "half the variance" in page
+
+
+def test_what_a_target_cost_and_who_did_not_reach_it(tmp_path):
+    results = {"fedga": [0.80, 0.40], "fedavg": [0.64, 0.60], "fedprox": [0.2, 0.2]}
+    experiment = experiment_of(write_comparison(tmp_path / "c", results, measure={"target_accuracy": 0.6}))
+    target = to_target(experiment)
+    assert (target.accuracy, target.heads) == (0.6, ("communication rounds", "local updates", "MB sent"))
+    cells = {row.label: row.cells for row in target.rows}
+    assert cells["fedga"] == ("6 (1 of 2 seeds)", "300 (1 of 2 seeds)", "6e-05 (1 of 2 seeds)"), "its third round"
+    assert cells["fedavg"][:2] == ("4", "400")
+    assert cells["fedprox"] == ("not reached",) * 3
+    # Without a target of the recipe's: 95 % of the lowest best, which is 0.2.
+    assert to_target(experiment_of(write_comparison(tmp_path / "d", results))).accuracy == 0.19
+
+
+def test_seeds_of_unequal_number(tmp_path):
+    experiment = experiment_of(
+        write_comparison(tmp_path / "c", {"fedga": [0.8, 0.9], "fedavg": [0.7], "x": [0.1, 0.2]})
+    )
+    views = equal_views(experiment)
+    assert [row.seeds for row in views.rows] == ["2", "1", "2"]
+    assert "apart (2 of them cannot be, because one side has a single seed)." in views.answer
+    alone = equal_views(experiment_of(write_comparison(tmp_path / "d", {"fedga": [0.8], "fedavg": [0.7, 0.6]})))
+    assert "no difference can be told from chance: that takes at least two finished seeds of both." in alone.answer
+
+
+@pytest.mark.parametrize(
+    ("betas", "drawn"), [((0.5, 0.5, 0.5, 0.5), False), ((0, 0.5, 0.5, 0.5), False), ((0.5, 0.5, 0.2, 0.2), True)]
+)
+def test_beta_is_drawn_only_where_it_changes(tmp_path, betas, drawn):
+    rows = [row | {"beta": beta} for row, beta in zip(rows_of(0.5), (None, *betas), strict=True)]
+    write_run(tmp_path / "r", metrics="".join(json.dumps(row) + "\n" for row in rows))
+    experiment = experiment_of(tmp_path / "r")
+    assert measured(curves_of(experiment, BETA)) is drawn
+    assert ('data-figure="beta"' in write_report([tmp_path / "r"], tmp_path / "r.html").read_text()) is drawn
+
+
+def test_a_legend_of_long_names_is_inside_the_picture(tmp_path):
+    for number in range(5):
+        local = {"lr": 0.1 * (number + 1), "steps": 2, "batch_size": 10 + number, "weight_decay": 0.001 * number}
+        clients = {"per_round": 5 + number, "dropout": 0.1 * number}
+        write_run(tmp_path / f"c/{number}", spec_of(local=local, clients=clients, rounds=4 + number))
+    experiment = experiment_of(tmp_path / "c")
+    assert min(len(group.short) for group in experiment.groups) > 60
+    figure = curve_figure(experiment, CHOICES[0], curves_of(experiment, CHOICES[0]), "bytes")
+    figure.draw_without_rendering()
+    frame, texts = figure.bbox, [*figure.legends[0].get_texts(), figure.axes[0].xaxis.label, figure.axes[0].yaxis.label]
+    for box in (text.get_window_extent() for text in texts):
+        assert frame.x0 <= box.x0 <= box.x1 <= frame.x1
+        assert frame.y0 <= box.y0 <= box.y1 <= frame.y1
+    assert figure.axes[0].bbox.height > 0.5 * frame.height - 100, "and the curves have room"
 
 
 def test_a_run_given_twice_counts_once(tmp_path):

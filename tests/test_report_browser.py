@@ -113,7 +113,7 @@ def test_curves_are_there_with_the_right_numbers(browser, page):
     assert drawn(browser, "choice") == 2
     assert traces(browser, "drift")[0]["y"] == [3, 2, 1]
     assert drawn(browser, "r") == 2
-    assert [trace["name"] for trace in traces(browser, "beta")] == ["fedga"], "FedAvg has no β"
+    assert not browser.find_elements("css selector", "[data-figure=beta]"), "β stays what it is"
     assert browser.find_elements("css selector", ".classes .heatmaplayer image")
     buttons = browser.execute_script(
         "return [...document.querySelectorAll('.modebar-btn')].map((b) => b.dataset.title)"
@@ -127,6 +127,7 @@ def test_axes_and_curves_switch(browser, page):
     assert (title(browser, "choice", "x"), title(browser, "choice", "y")) == ("communication rounds", "test accuracy")
     for axis, xs, words in (
         ("local_updates", [0, 100, 200, 300, 400], "local updates"),
+        ("examples", [0, 120, 240, 360, 480], "computation"),
         ("bytes", [0, 20, 40, 60, 80], "bytes sent"),
         ("seconds", [0, 0.5, 1, 1.5, 2], "seconds"),
     ):
@@ -156,6 +157,32 @@ def test_single_seeds_and_legend(browser, page):
     assert traces(browser, "choice") == []
     browser.find_element("css selector", "button[data-show=all]").click()
     assert len(traces(browser, "choice")) == 2
+    nothing_went_wrong(browser)
+
+
+def test_a_tooltip_has_round_mean_and_spread_of_every_curve(browser, page):
+    show(browser, page)
+    # At 4 communication rounds: fedga after its round 2 of 4, fedavg at its end.
+    hover = "Plotly.Fx.hover(document.querySelector('[data-figure=choice] .plot'), {xval: 4})"
+    browser.execute_script(hover)
+    words = browser.execute_script("return document.querySelector('[data-figure=choice] .hoverlayer').textContent")
+    assert "4 communication rounds" in words
+    assert "fedga : 41.00%, 40.00% to 42.00%, round 2" in words
+    assert "fedavg : 71.00%, 70.00% to 72.00%, round 4" in words
+
+
+def test_the_accuracy_axis_shows_the_differences_and_all_of_it_when_asked(browser, page):
+    show(browser, page)
+    span = "return document.querySelector('[data-figure=choice] .plot')._fullLayout.yaxis.range"
+    # After a quarter of the rounds: fedavg's lowest seed has 70 / 4 = 17.5 %, fedga's highest ends at 84 %; 5 % beyond.
+    beyond = 0.05 * (0.84 - 0.175)
+    assert browser.execute_script(span) == pytest.approx([0.175 - beyond, 0.84 + beyond])
+    browser.find_element("css selector", "button[data-group='0']").click()
+    assert browser.execute_script(span)[1] == pytest.approx(0.72 + 0.05 * (0.72 - 0.175)), "of what is shown"
+    browser.find_element("css selector", "button[data-mode=whole]").click()
+    assert browser.execute_script(span) == [0, 1]
+    choose(browser, "quantity", "test_loss")
+    assert browser.execute_script(span) != [0, 1]
     nothing_went_wrong(browser)
 
 
@@ -195,7 +222,7 @@ def test_everything_works_by_keyboard(browser, page):
     outline = "getComputedStyle(document.querySelector(`label[for='${e.id}']`)).outlineStyle"
     assert focused(browser, outline) == "solid", "the focus can be seen"
     tab_to(browser, "e.dataset.state === 'axis'")
-    press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert traces(browser, "choice")[0]["x"] == [0, 20, 40, 60, 80]
     tab_to(browser, "e.dataset.mode === 'seeds'")
     press(browser, Keys.SPACE)
@@ -251,6 +278,21 @@ def test_a_narrow_screen_scrolls_only_down(browser, page):
     try:
         show(browser, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        captions = "return [...document.querySelectorAll('caption')].map((one) => one.getBoundingClientRect().right)"
+        assert max(browser.execute_script(captions)) <= 390, "a caption is read without scrolling"
+        inside = """
+          const clipped = [];
+          for (const plot of document.querySelectorAll(".figure[data-figure] .plot")) {
+            const frame = plot.getBoundingClientRect();
+            for (const text of plot.querySelectorAll(".xtitle, .ytitle, .xtick text, .ytick text")) {
+              const own = text.getBoundingClientRect();
+              const out = own.left < frame.left || own.right > frame.right || own.bottom > frame.bottom;
+              if (out || own.top < frame.top) clipped.push(text.textContent);
+            }
+          }
+          return clipped;
+        """
+        assert browser.execute_script(inside) == [], "no label is cut off"
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -287,7 +329,7 @@ def test_fifty_runs_stay_readable(browser, tmp_path):
     page = write_report([tmp_path / "runs"], tmp_path / "r.html")
     assert page.stat().st_size < 12e6
     show(browser, page)
-    assert browser.execute_script("return document.querySelectorAll('.comparison tbody tr').length") == 50
+    assert browser.execute_script("return document.querySelector('.comparison tbody').rows.length") == 50
     best = [f"fedga (β={0.01 * place:.2g})" for place in range(43, 51)]
     assert [trace["name"] for trace in traces(browser, "choice")] == best, "the eight that ended highest"
     assert all(len(trace["x"]) <= 400 for trace in traces(browser, "choice"))

@@ -138,13 +138,25 @@ def test_schedules_in_rounds_follow_the_rounds(tmp_path, settings, rounds):
 
 
 def test_equal_communication_is_fair(tmp_path):
-    """FedAvg with twice the rounds learns to the end; settings that place a schedule themselves are obeyed."""
+    """FedAvg with more rounds learns to the end; settings that place a schedule themselves are obeyed.
+
+    FedGA's 40 rounds communicate once in the first 10, where β is 0, and twice in the others: 70 times.
+    """
+    free_path = write(tmp_path, COSINE.replace("[compare.settings.fedavg]\nrounds = 80\n", ""))
+    free = load_recipe(free_path)
+    assert (free.spec_for("fedga", 0).rounds, free.spec_for("fedavg", 0).rounds) == (40, 70)
+    assert free.spec_for("scaffold", 0).rounds == 35
+    rests = ["algorithm.beta=0.1", "algorithm.gradient_every=4"]  # 10 aligned rounds of 40: 50 communications
+    assert load_recipe(free_path, rests).spec_for("scaffold", 0).rounds == 25
+    assert lr_of(free.spec_for("fedavg", 0))(69) > lr_of(free.spec_for("fedavg", 0))(70) == 0.0
     recipe = load_recipe(write(tmp_path))
     fedavg = recipe.spec_for("fedavg", 0)
     assert (fedavg.rounds, fedavg.local.lr.rounds) == (80, 80)
     assert lr_of(fedavg)(60) == pytest.approx(cosine(0.75))
     assert lr_of(recipe.spec_for("own", 0))(20) == 0.0
-    short = load_recipe(write(tmp_path), ["rounds=20"]).spec_for("own", 0)  # over everything: 20 of the own 80 rounds
+    short = load_recipe(write(tmp_path), ["rounds=20"]).spec_for("own", 0)  # over everything: 5 + 2 · 15 of FedGA's
+    assert (short.rounds, short.local.lr.share) == (35, 0.25)
+    short = load_recipe(write(tmp_path), ["rounds=20", "compare.equal=updates"]).spec_for("own", 0)
     assert (short.rounds, short.local.lr.rounds) == (20, 5)
 
 

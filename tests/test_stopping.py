@@ -38,19 +38,29 @@ def test_where_nothing_is_at_stake_the_process_ends_at_once(number, tmp_path):
     assert done.stderr == "stopped; go on with --resume\n"
 
 
-@pytest.mark.parametrize("written", [False, True])
-def test_resuming_is_advised_only_where_there_is_something_to_resume(written, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "resume", "written", "advised"),
+    [
+        (False, False, False, False),
+        (False, False, True, True),
+        (True, True, False, True),
+        (True, False, False, False),  # somebody else's run, which this command will refuse to touch
+    ],
+)
+def test_resuming_is_advised_only_where_there_is_something_to_resume(before, resume, written, advised, tmp_path):
     (tmp_path / "run").mkdir()
-    if written:
+    if before:
         (tmp_path / "run" / "spec.toml").touch()
-    body = """
+    body = f"""
     from pathlib import Path
     from gradalign.cli.common import advise_resume, plain_errors
     with plain_errors():
-        advise_resume(Path("run"))
+        advise_resume(Path("run"), resume={resume})
+        if {written}:
+            Path("run/spec.toml").touch()
         send()
     """
-    advice = "; continue with the same command and --resume" if written else ""
+    advice = "; continue with the same command and --resume" if advised else ""
     assert run(body, tmp_path).stderr == f"stopped{advice}\n"
 
 

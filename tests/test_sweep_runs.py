@@ -16,10 +16,13 @@ import optuna
 import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from scipy import stats
 
 from conftest import hear_ctrl_c
 from gradalign.recipes import load_recipe, read_recipe
 from gradalign.runs.metrics import read_metrics
+from gradalign.sweep.protocol import Found, Outcome, Scoring
+from gradalign.sweep.verdict import compare_with_baseline
 from test_cli import call
 
 SMALL = (
@@ -38,8 +41,9 @@ SMALL = (
     *("--grid", "lr=.05,.2", "--grid", "K=1,4", "--grid", "batch=16", "--grid", "weight_decay=.001"),
     *("--finalists", 2, "--seeds", 2),
 )
-# 4 of FedAvg, 4 + 4 of beta, 3 of the others (the fourth is known), 2 finalists with one more seed, 2 · 2 tests.
-STAGES = {"baseline": 4, "beta-coarse": 4, "beta-fine": 4, "others": 3, "finalists": 2, "test": 4}
+# 4 of FedAvg, 4 + 4 of beta, 3 of the others (the fourth is known), 2 finalists with one more seed, 2 · 2 tests,
+# and the best of FedAvg with 2 seeds.
+STAGES = {"baseline": 4, "beta-coarse": 4, "beta-fine": 4, "others": 3, "finalists": 2, "test": 4, "test-baseline": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +93,7 @@ def test_a_sweep_leaves_everything_behind(whole):
 def test_a_sweep_can_be_reported_and_watched(whole):
     folder, _ = whole
     rows = rows_of(folder)
-    tested = {(row["beta"], row["lr"], row["K"], row["seed"]) for row in rows if row["stage"] in ("test", "test-beta")}
+    tested = {(row["beta"], row["lr"], row["K"], row["seed"]) for row in rows if row["stage"].startswith("test")}
     early = sum(row["state"] == "pruned" for row in rows)
     done = call("report", folder, "-o", "page.html", "--json")
     found = json.loads(done.stdout)
@@ -106,7 +110,7 @@ def test_the_test_set_is_for_the_end_only(whole):
     folder, _ = whole
     for row in rows_of(folder):
         metrics = read_metrics(folder / row["folder"])
-        tested = row["stage"] in ("test", "test-beta")
+        tested = row["stage"].startswith("test")
         assert all(line["test_accuracy"] is None and line["test_loss"] is None for line in metrics) != tested
         assert ("validation_accuracy" in metrics[0]) != tested
         if row["state"] == "complete":
@@ -183,6 +187,57 @@ def test_the_best_values_run_and_compare(whole):
     assert (spec.local.lr, spec.local.steps) == (float(baseline["lr"]), int(baseline["K"]))
     assert recipe.spec().local.steps == values["K"]
     assert "sweep" not in read_recipe(folder / "best.toml")
+
+
+def test_it_ends_with_the_tuned_baseline_at_as_much_communication(whole):
+    folder, result = whole
+    found = json.loads((folder / "summary.json").read_text())["does_it_help"]
+    ours, theirs = found["entries"]
+    assert (ours["algorithm"], theirs["algorithm"]) == ("fedga", "fedavg")
+    # 10 rounds of two communications each; FedAvg has one a round, so it plays 20.
+    assert ours["communication_rounds"] == theirs["communication_rounds"] == 20
+    rows = [row for row in rows_of(folder) if row["stage"] == "test-baseline"]
+    assert [row["rounds_done"] for row in rows] == ["20", "20"]
+    searched = [row for row in rows_of(folder) if row["stage"] == "baseline"]
+    best = max((row for row in searched if row["state"] == "complete"), key=rank)
+    assert all(row[name] == best[name] for row in rows for name in ("lr", "K", "batch", "weight_decay"))
+    finals = [100 * float(row["test_accuracy"]) for row in rows]
+    assert theirs["test_accuracy"]["mean"] == pytest.approx(sum(finals) / 2)
+    assert found["difference"] == pytest.approx(ours["test_accuracy"]["mean"] - theirs["test_accuracy"]["mean"])
+    # Two seeds each: Welch's interval by hand, with t of the degrees of freedom from SciPy's table.
+    spreads = [one["test_accuracy"]["std"] ** 2 / 2 for one in (ours, theirs)]
+    freedom = sum(spreads) ** 2 / sum(part**2 for part in spreads)
+    assert found["margin"] == pytest.approx(stats.t.ppf(0.975, freedom) * sum(spreads) ** 0.5)
+    assert " ".join(found["sentence"].split()) in " ".join(result.stdout.split())
+    assert "at 20 communication rounds" in found["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "larger", "words"),
+    [
+        ([0.9, 0.91, 0.92], [0.8, 0.81, 0.82], True, "fedga helps here: +10.00 ± 2.27 points of test accuracy beside"),
+        ([0.8, 0.81, 0.82], [0.9, 0.91, 0.92], True, "fedga does harm here: -10.00 ± 2.27 points"),
+        ([1.0, 2.0, 3.0], [7.0, 8.0, 9.0], False, "fedga helps here: -6 ± 2.267 of test loss beside"),
+        ([0.8, 0.9], [0.8, 0.81, 0.82], True, "cannot be told from 2 and 3 seeds: +4.00 ±"),
+        ([0.8], [0.7, 0.6], True, "cannot be told from a single seed: +15.00 points"),
+        ([0.8], [], True, "cannot be told: of fedavg no run came to its end"),
+    ],
+)
+def test_the_sentence_says_what_the_seeds_tell(ours, theirs, larger, words):
+    # 3 seeds each of variance 1: 2.7764 · √(2/3) = 2.267.
+    name = "accuracy" if larger else "loss"
+
+    def outcomes(entry: str, values: list[float]) -> list[Outcome]:
+        facts = [{f"test_{name}": value, "communication_rounds": 8} for value in values]
+        done = [
+            Outcome(stage="test", slot=0, entry=entry, seed=0, point={"lr": 1}, state="complete", facts=f)
+            for f in facts
+        ]
+        return [*done, Outcome(stage="test", slot=9, entry=entry, seed=9, point={"lr": 1}, state="diverged")]
+
+    nothing = {key: [] for key in ("tuned", "baseline", "finalists", "validated", "tested_betas")}
+    found = Found(**nothing, tested=outcomes("fedga", ours), tested_baseline=outcomes("fedavg", theirs))
+    assert words in compare_with_baseline(found, {"lr": 1}, Scoring(name, larger))["sentence"]
 
 
 def test_the_same_command_again_does_nothing_again(whole):

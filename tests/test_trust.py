@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradalign.recipes import lies_in_run_folder
+from gradalign.recipes.trust import lies_in_run_folder
 from gradalign.watch import Followed
 from run_folders import rows_of, spec_of
 from test_cli import call

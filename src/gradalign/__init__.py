@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Scaffold,
     )
     from gradalign.algorithms.plan import Algorithm
-    from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
+    from gradalign.algorithms.rules import ClientReport, FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
     from gradalign.algorithms.schedule import Cosine, OffUntil, Steps, Warmup
     from gradalign.algorithms.view import ClientView, Plan
     from gradalign.api import Comparison, compare, run
@@ -47,7 +47,7 @@ _HOMES = {
     "gradalign.algorithms": "FedAvg FedCM FedDyn FedGA FedInit FedLESAM FedProx FedSAM LargeBatchGradAlign "
     "LargeBatchSGD LinearScaling Scaffold",
     "gradalign.algorithms.plan": "Algorithm",
-    "gradalign.algorithms.rules": "FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
+    "gradalign.algorithms.rules": "ClientReport FedAdagrad FedAdam FedAvgM FedYogi ServerRule",
     "gradalign.algorithms.schedule": "Cosine OffUntil Steps Warmup",
     "gradalign.algorithms.view": "ClientView Plan",
     "gradalign.api": "Comparison compare run",
@@ -66,12 +66,12 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = ["STOP", "Algorithm", "ClientScore", "ClientView", "Comparison", "Cosine", "DivergedError", "EarlyStopping"]
-__all__ += ["FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedGA", "FedInit", "FedLESAM"]
-__all__ += ["FedProx", "FedSAM", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign", "LargeBatchSGD"]
-__all__ += ["LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan", "Result"]
-__all__ += ["RunInfo", "Scaffold", "ServerRule", "Steps", "StopTraining", "Task", "TensorBoard", "Tracker", "Warmup"]
-__all__ += ["WeightsAndBiases", "__version__", "compare", "hold_out", "run", "table_task"]
+__all__ = ["STOP", "Algorithm", "ClientReport", "ClientScore", "ClientView", "Comparison", "Cosine", "DivergedError"]
+__all__ += ["EarlyStopping", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedDyn", "FedGA", "FedInit"]
+__all__ += ["FedLESAM", "FedProx", "FedSAM", "FedYogi", "GradAlign", "GradalignError", "LargeBatchGradAlign"]
+__all__ += ["LargeBatchSGD", "LinearScaling", "LocalTraining", "Measure", "OffUntil", "PartitionedClients", "Plan"]
+__all__ += ["Result", "RunInfo", "Scaffold", "ServerRule", "Steps", "StopTraining", "Task", "TensorBoard", "Tracker"]
+__all__ += ["Warmup", "WeightsAndBiases", "__version__", "compare", "hold_out", "run", "table_task"]
 
 
 def __getattr__(name: str) -> Any:

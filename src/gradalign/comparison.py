@@ -7,17 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
-from gradalign.recipes import Recipe, unused_changes
+from gradalign.recipes import Recipe
 from gradalign.recipes.build import build_federation, task_of
+from gradalign.recipes.names import unused_changes
 from gradalign.recipes.paper import paper_note, paper_number
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
+from gradalign.report.budgets import usual_target
 from gradalign.report.statistics import spread_of
 from gradalign.runs import (
     CURVES,
@@ -68,6 +69,7 @@ def plan_comparison(
     whole("--seeds", seeds, 1, _MOST_SEEDS)
     if len(set(entries)) < len(entries):
         raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
+    recipe = replace(recipe, compare=recipe.compare.model_copy(update={"algorithms": list(entries)}))
     first = recipe.spec().seed
     folders = {entry: folder / safe_name(entry) for entry in entries}
     if len({path.name.casefold() for path in folders.values()}) < len(entries):  # some systems see no other difference
@@ -152,8 +154,7 @@ def choose_target(finished: Sequence[Finished]) -> float | None:
     if given is not None:
         return given
     best = [_known(runs, f"best_{scored_on(finished)}_accuracy") for runs in _by_entry(finished).values()]
-    means = [fmean(values) for values in best if values]
-    return round(0.95 * min(means), 3) if means else None
+    return usual_target(best)
 
 
 def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
@@ -161,18 +162,32 @@ def summarise_comparison(finished: Sequence[Finished]) -> dict[str, Any]:
     first = finished[0].planned.spec
     # The paper's numbers are of test data: nothing else is set beside them.
     paper = paper_note(first) if on == "test" else None
+    entries = [_entry_summary(name, runs, on, target) for name, runs in _by_entry(finished).items()]
     return {
         "name": first.name,
+        "terms": terms_of([entry for entry in entries if any(run["failure"] is None for run in entry["runs"])]),
         "seeds": sorted({run.planned.seed for run in finished}),
         "rounds": first.rounds,
         "scale": describe_scale(first),
         "paper": paper,
         "scored_on": on,
         "target_accuracy": target,
-        "algorithms": [_entry_summary(name, runs, on, target) for name, runs in _by_entry(finished).items()],
+        "algorithms": entries,
         "task": next((run.summary["task"] for run in finished if run.summary), None),
         "versions": versions(),
     }
+
+
+def terms_of(entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return in words what the algorithms of a comparison had the same of, as they were in fact run."""
+    spent = sorted({entry["communication_rounds"] for entry in entries})
+    if not spent:
+        return None
+    if len(spent) == 1:
+        return f"at equal communication ({spent[0]:,} rounds of it each)"
+    rounds = {entry["settings"]["rounds"] for entry in entries}
+    words = f"{spent[0]:,} to {spent[-1]:,} rounds of communication"
+    return f"at equal updates ({rounds.pop():,} rounds, {words})" if len(rounds) == 1 else f"at {words}"
 
 
 def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float | None) -> dict[str, Any]:
@@ -209,10 +224,12 @@ def write_comparison(folder: Path, finished: Sequence[Finished], curves: Sequenc
         from gradalign.report.figures import draw_comparison  # slow to import
 
         shown = [name.replace("test_", f"{summary['scored_on']}_") for name in curves]
-        seeds = f"{len(summary['seeds'])} seed{'s' * (len(summary['seeds']) > 1)}"
+        ended = [run for run in finished if run.failure is None] or finished
+        counts = {len(runs) for runs in _by_entry(ended).values()}
+        seeds = f"{max(counts)} seed{'s' * (max(counts) > 1)}" if len(counts) == 1 else "the seeds that finished"
         scale = f" (scaled to {summary['scale']})" if summary["scale"] else ""
-        title = f"{summary['name']}{scale}: mean of {seeds}, shade from lowest to highest"
-        rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(finished).items()}
+        title = f"{summary['name']} {summary['terms']}{scale}: mean of {seeds}, shade from lowest to highest"
+        rows = {entry: [run.rows for run in runs] for entry, runs in _by_entry(ended).items()}
         draw_comparison(folder / CURVES, title, rows, shown, summary["target_accuracy"])
     write_json(folder / SUMMARY, summary)
     return summary

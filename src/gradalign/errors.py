@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -52,6 +53,21 @@ class FolderInUseError(GradalignError):
 
 class TooFewClientsError(RunEndedError):
     """Fewer clients answered a phase than the federation asks for; the round was not taken."""
+
+
+def told(error: BaseException) -> str:
+    """Return what user code raised, and where: its kind, its words, and the last line of code that is the user's."""
+    import sysconfig
+    import traceback
+
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    not_theirs = (*libraries, str(Path(__file__).parent), "<")
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    own = next((frame for frame in frames if not frame.filename.startswith(not_theirs)), None)
+    words = f"{type(error).__name__}: {error}"
+    if own is None or isinstance(error, SyntaxError):  # which says it itself
+        return words
+    return f"{words} ({'/'.join(Path(own.filename).parts[-2:])}, line {own.lineno})"
 
 
 @contextmanager

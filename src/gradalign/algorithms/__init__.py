@@ -70,6 +70,10 @@ class Scaffold(Algorithm):
         return self.control == "kept"
 
     @property
+    def infers_gradients(self) -> bool:
+        return self.keeps
+
+    @property
     def extra_down(self) -> int:
         return int(self.keeps)  # s
 

@@ -79,6 +79,10 @@ class FedGA(Algorithm):
         return self.mean == "kept"
 
     @property
+    def infers_gradients(self) -> bool:
+        return self.mean != "fresh"
+
+    @property
     def extra_down(self) -> int:
         return int(self.mean != "fresh" and self._aligns)  # s
 
@@ -105,6 +109,10 @@ class FedGA(Algorithm):
     @property
     def only_displaces(self) -> bool:
         return type(self).plan is FedGA.plan and not self.keeps  # somebody's own variant may plan more
+
+    @property
+    def plans_alike(self) -> bool:
+        return self.only_displaces
 
     @property
     def strength(self) -> float:
@@ -256,6 +264,7 @@ class FedCM(Algorithm):
     """
 
     extra_down: ClassVar[int] = 1
+    infers_gradients: ClassVar[bool] = True
     alpha: float = 0.1
 
     def __post_init__(self) -> None:

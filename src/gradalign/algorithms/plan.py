@@ -75,8 +75,18 @@ class Algorithm:
         return self.needs_gradients
 
     @property
+    def infers_gradients(self) -> bool:
+        """Whether it takes −Δ_i/(αK) for a mean gradient, which it is where clients step by plain SGD alone."""
+        return False
+
+    @property
     def only_displaces(self) -> bool:
-        """Whether the plan is one ``Blend`` for all clients, or empty: then clients may be summed where they train."""
+        """Whether the plan is nothing but a ``Blend``, or empty: then clients may be summed where they train."""
+        return type(self).plan is Algorithm.plan
+
+    @property
+    def plans_alike(self) -> bool:
+        """Whether the plan, a ``Blend`` not written out, is the same for all clients of a round."""
         return type(self).plan is Algorithm.plan
 
     @property
@@ -200,6 +210,10 @@ class Combination:
     @property
     def only_displaces(self) -> bool:
         return all(part.only_displaces for part in self.parts)
+
+    @property
+    def plans_alike(self) -> bool:
+        return all(part.plans_alike for part in self.parts)
 
     @property
     def one_step(self) -> bool:

@@ -40,7 +40,7 @@ def _run() -> str | int | None:
         print(f"error: {needed}; install it with: pip install 'gradalign[cli]'", file=sys.stderr)
         return 2
     try:
-        app()
+        app(sorted(sys.argv[1:], key="--debug".__ne__))  # an option of all commands, wherever it stands
     except SystemExit as end:
         return end.code
     return 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +12,8 @@ from typer import Argument, Option
 
 from gradalign import __version__
 from gradalign.cli import common, output_is_lost, theory
-from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
+from gradalign.cli.algorithms import algorithms as list_algorithms
+from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
 from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
 from gradalign.cli.data import data_app
 from gradalign.cli.reproduce import reproduce
@@ -38,9 +37,11 @@ Checkpoint = Annotated[float, Option(min=0, help="Keep a checkpoint at most this
 
 
 @app.callback(invoke_without_command=True)
-def _version(
+def _before_all(
     version: bool = Option(False, "--version", help="Print the version and leave.", is_eager=True),
+    debug: bool = Option(False, "--debug", help="Show the traceback of an error, too; may stand anywhere."),
 ) -> None:
+    common.show_tracebacks(debug)
     if version:
         print(f"gradalign {__version__}")
         raise typer.Exit
@@ -60,10 +61,11 @@ def run(
     resume: Resume = False,
     engine: str | None = Option(
         None,
-        metavar="local|flower|distributed",
-        help="Who does the clients' work (default: distributed under torchrun, else local). Results agree to rounding.",
+        metavar="ENGINE",
+        help="Who does the clients' work: local, flower or distributed (the default under torchrun, else local). "
+        "Results agree to rounding.",
     ),
-    device: Device = "cpu",
+    device: RecipeDevice = None,
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
@@ -79,14 +81,15 @@ def run(
         loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
         spec = loaded.spec()
         folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
-        common.advise_resume(folder)
+        common.advise_resume(folder, resume=resume)
         options = RunOptions(
             engine=engine or default_engine(),
-            device=device,
+            device=device or loaded.device,
             workers=workers,
             out=folder,
             resume=resume,
             checkpoint_seconds=checkpoint_seconds,
+            progress=True,
             trackers=loaded.trackers(),
         )
         with using_data_folder(data_dir):
@@ -103,7 +106,7 @@ def run(
 @takes_table
 def compare(
     recipe: str | None = Argument(None, help="A recipe file or a shipped recipe's name (default: digits)."),
-    algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,scaffold,fedga+fedprox."),
+    algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,fedavg."),
     seeds: int | None = Option(None, min=1, help="How many seeds each algorithm runs with."),
     settings: Settings = None,
     task: UserTask = None,
@@ -113,7 +116,7 @@ def compare(
     seed: int | None = Option(None, min=0, help="The first seed."),
     out: Out = None,
     resume: Resume = False,
-    device: Device = "cpu",
+    device: RecipeDevice = None,
     workers: Workers = None,
     checkpoint_seconds: Checkpoint = 10.0,
     as_json: AsJson = False,
@@ -137,16 +140,20 @@ def compare(
             if "" in entries:
                 raise GradalignError(f'--algorithms takes names joined by commas, and one is empty in "{algorithms}"')
         folder = output_folder(out, f"compare-{loaded.changes.get('name', loaded.data['name'])}", resume=resume)
-        common.advise_resume(folder)
+        common.advise_resume(folder, resume=resume)
         trackers = loaded.trackers()
         options = RunOptions(
-            device=device, workers=workers, resume=resume, checkpoint_seconds=checkpoint_seconds, trackers=trackers
+            device=device or loaded.device,
+            workers=workers,
+            resume=resume,
+            checkpoint_seconds=checkpoint_seconds,
+            trackers=trackers,
         )
         with using_data_folder(data_dir):
             planned = plan_comparison(loaded, entries, seeds or loaded.compare.seeds, folder)
             rounds = sum(one.spec.rounds for one in planned)
             with claimed_folder(folder, planned, resume=resume):
-                with rounds_bar(rounds) if sys.stderr.isatty() else nullcontext(lambda label, row: None) as tick:
+                with rounds_bar(rounds) as tick:
                     finished = run_comparison(
                         planned, options, on_row=lambda one, row: tick(f"{one.entry}, seed {one.seed}", row)
                     )
@@ -191,7 +198,7 @@ def show(
             print_shown(Console(), shown, folder)
 
 
-for command in (sweep, reproduce, theory.verify, theory.diagnose):
+for command in (list_algorithms, reproduce, sweep, theory.verify, theory.diagnose):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

@@ -6,14 +6,21 @@ import json
 import math
 import os
 import sys
+import textwrap
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 from typer import Option
+from typer.core import TyperArgument
 
 from gradalign import stopping
 from gradalign.engines import rank, under_torchrun
@@ -29,15 +36,40 @@ TaskSettings = Annotated[
     Option("--set", metavar="KEY=VALUE", help="A setting of the task, e.g. partition=iid; may be repeated."),
 ]
 UserTask = Annotated[
-    str | None, Option(metavar="PACKAGE.MODULE:FUNCTION", help="Train this task instead of the recipe's own.")
+    str | None, Option(metavar="MODULE:FUNCTION", help="Train this task of your own instead of the recipe's.")
 ]
 TrustTask = Annotated[
     bool, Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code.")
 ]
 DataDir = Annotated[Path | None, Option(help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")]
 Device = Annotated[str, Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")]
+RecipeDevice = Annotated[
+    str | None,
+    Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs (default: the recipe's device, or cpu)."),
+]
 AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
 
+
+class _Shown:
+    """How errors are shown: with --debug, by the whole traceback, too."""
+
+    tracebacks = False
+
+
+def show_tracebacks(wanted: bool) -> None:
+    """Show the traceback of every error, or none."""
+    _Shown.tracebacks = wanted
+
+
+def _keep_help(made: TyperArgument, *, help: str | None = None, **given: Any) -> None:
+    _make_argument(made, help=help, **given)
+    made.help = help
+
+
+# A click that knows of arguments' help itself takes it away again from those of a typer that does not pass it on.
+_make_argument, TyperArgument.__init__ = TyperArgument.__init__, _keep_help  # type: ignore[method-assign,assignment]
+
+_LONGEST_WORD = 24
 _RESUME = "continue with the same command and --resume"
 _EXTRAS = {"optuna": "sweep", "sqlalchemy": "sweep", "plotly": "report", "jinja2": "report", "scipy": "report"}
 _EXTRAS |= {"matplotlib": "plots", "pydantic": "recipes", "tomli_w": "runs", "safetensors": "runs"}
@@ -51,12 +83,14 @@ def plain_errors(hint: str = "") -> Iterator[None]:
     try:
         yield
     except GradalignError as error:
+        _show_traceback(error)
         go_on = f"; {_RESUME}" if isinstance(error, LostRankError) else ""
         # All ranks of a job meet the same mistakes: one of them speaks. Of rank 0's own end, rank 1 tells.
         if rank() == 0 or (rank() == 1 and isinstance(error, LostRankError)):
             say(f"error: {error}{go_on}")
         raise typer.Exit(2) from None
     except ModuleNotFoundError as error:
+        _show_traceback(error)
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
@@ -74,17 +108,25 @@ def plain_errors(hint: str = "") -> Iterator[None]:
             say(stopping.last_words(why))
         raise typer.Exit(stopping.exit_code(stop)) from None
     except OSError as error:
+        _show_traceback(error)
         say(f"error: {error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         raise typer.Exit(2) from None
 
 
-def advise_resume(folder: Path) -> None:
-    """Let interrupts advise --resume, but only once there is something in the folder to go on with.
+def _show_traceback(error: Exception) -> None:
+    if _Shown.tracebacks:
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            print(shown_text(line), file=sys.stderr)
 
-    Before that, --resume without --out would take up the run before this one.
+
+def advise_resume(folder: Path, *, resume: bool) -> None:
+    """Let interrupts advise --resume, but only once there is something of this command's in the folder to go on with.
+
+    Before that, --resume would take up whatever lies there, or without --out the run before this one.
     """
     files = [folder / name for name in (SPEC, COMPARISON, SWEEP)]
-    stopping.advise(lambda: _RESUME if any(map(os.path.lexists, files)) else "")
+    strange = not resume and any(map(os.path.lexists, files))
+    stopping.advise(lambda: _RESUME if not strange and any(map(os.path.lexists, files)) else "")
 
 
 def say(text: str) -> None:
@@ -95,6 +137,32 @@ def say(text: str) -> None:
 def plain(text: object) -> str:
     """Return text that rich prints as it stands, and that no terminal obeys: names may come from anybody's files."""
     return escape(shown_text(text))
+
+
+def print_line(console: Console, text: object) -> None:
+    """Print text that breaks between words only; a path stays whole however long it is."""
+    for line in textwrap.wrap(shown_text(text), console.width, break_long_words=False, break_on_hyphens=False):
+        console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table in which no word is broken, but for very long ones such as paths, as long as there is any room."""
+    least: dict[int, int] = {}
+    for number, column in enumerate(table.columns):
+        sizes = [console.measure(Text.from_markup(str(text))) for text in (column.header, *column.cells)]
+        column.max_width = max(size.maximum for size in sizes)
+        longest = max(size.minimum for size in sizes)
+        least[number] = column.max_width if column.no_wrap else min(longest, _LONGEST_WORD)
+    endless = console.options.update(max_width=10_000)
+
+    def slack(number: int) -> int:
+        return (table.columns[number].max_width or 0) - least[number]
+
+    # rich would narrow the widest column first, also below its longest word.
+    while Measurement.get(console, endless, table).maximum > console.width and slack(max(least, key=slack)) > 0:
+        widest = table.columns[max(least, key=slack)]
+        widest.max_width = (widest.max_width or 0) - 1
+    console.print(table)
 
 
 def print_json(data: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradalign.cli.common import AsJson, DataDir, TaskSettings, plain, plain_errors, print_json
+from gradalign.cli.common import AsJson, DataDir, TaskSettings, plain, plain_errors, print_json, print_line, print_table
 from gradalign.errors import GradalignError
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _print_data(console: Console, found: Sequence[Mapping[str, Any]], folder: Pa
     table = Table("data set", "training", "test", "classes", title=plain(f"data folder: {folder}"), title_style="")
     table.add_column("where", overflow="fold")  # a path cut off with dots helps nobody
     for data in found:
-        cells = ("–", "–", "–", plain(data.get("why", "")))
+        cells = ("–", "–", "–", "not here")
         if data["here"]:
             train, test = data["full"] or (None, None)
             users = f", {data['users']} clients" if data["users"] else ""
@@ -125,10 +126,12 @@ def _print_data(console: Console, found: Sequence[Mapping[str, Any]], folder: Pa
                 _count(data["train_examples"], train),
                 _count(data["test_examples"], test),
                 f"{data['classes']}{users}",
-                plain(data["where"]),
+                plain(str(data["where"]).removeprefix(f"{folder}{os.sep}")),
             )
         table.add_row(f"[bold]{data['name']}[/bold]", *cells)
-    console.print(table)
+    print_table(console, table)
+    for why in (data["why"] for data in found if not data["here"]):
+        print_line(console, why)
 
 
 def _count(found: int, full: int | None) -> str:
@@ -148,10 +151,10 @@ def _print_class_counts(console: Console, task: Task, counted: ClassCounts, pict
         table.add_row(str(client), f"{sizes[client]:,}", str(classes[client]), plain(words + more))
     if len(sizes) > _SHOWN_CLIENTS:
         table.add_row("…", "", "", f"and {len(sizes) - _SHOWN_CLIENTS:,} clients more")
-    console.print(table)
+    print_table(console, table)
     facts = ", ".join(str(fact) for fact in task.facts.values())
-    console.print(plain(f"{task.name}: {len(sizes):,} clients, {sizes.sum():,} training examples; {facts}"))
+    print_line(console, f"{task.name}: {len(sizes):,} clients, {sizes.sum():,} training examples; {facts}")
     for what, values in (("examples", sizes), ("classes", classes)):
         spread = f"lowest {values.min():,}, median {int(np.median(values)):,}, highest {values.max():,}"
-        console.print(f"{what} per client: {spread}")
-    console.print(f"picture: {plain(picture)}", soft_wrap=True)
+        print_line(console, f"{what} per client: {spread}")
+    print_line(console, f"picture: {picture}")

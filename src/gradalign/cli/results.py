@@ -25,6 +25,10 @@ def further_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         words = _client_words(summary, prefix)
         if words:
             yield name, words
+    followed = summary.get("monitor")
+    best = number_of(followed.get("best")) if isinstance(followed, Mapping) else None
+    if isinstance(followed, Mapping) and best is not None:
+        yield "best round", f"{followed.get('round')}, {str(followed.get('name')).replace('_', ' ')} {best:.4g}"
     if summary.get("stopped"):
         yield "stopped early", str(summary["stopped"])
 

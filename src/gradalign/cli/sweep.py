@@ -10,7 +10,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from gradalign.cli import common
-from gradalign.cli.common import AsJson, DataDir, Device, Settings, TrustTask, UserTask
+from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
 from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
 from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
@@ -47,7 +47,7 @@ def sweep(
     seed: int | None = Option(None, min=0, help="The search's seed, and the first of more."),
     out: Path | None = Option(None, help="Folder to write to; processes that share it share the work."),
     resume: bool = Option(False, "--resume", help="Without --out: go on with the newest sweep of this name."),
-    device: Device = "cpu",
+    device: RecipeDevice = None,
     workers: int | None = Option(None, min=0, help="Worker processes of each trial (default: one per core)."),
     checkpoint_seconds: float = Option(10.0, min=0, help="Keep a trial's checkpoint at most this often."),
     as_json: AsJson = False,
@@ -59,7 +59,7 @@ def sweep(
     with common.plain_errors():
         if under_torchrun():
             raise GradalignError("sweep divides trials among processes by itself; start it without torchrun")
-        from gradalign.cli.tables import print_sweep
+        from gradalign.cli.sweep_tables import print_sweep
         from gradalign.runs import output_folder
         from gradalign.server.runner import RunOptions
         from gradalign.sweep.conduct import run_sweep
@@ -69,7 +69,10 @@ def sweep(
 
         loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
         options = RunOptions(
-            device=device, workers=workers, checkpoint_seconds=checkpoint_seconds, trackers=loaded.trackers()
+            device=device or loaded.device,
+            workers=workers,
+            checkpoint_seconds=checkpoint_seconds,
+            trackers=loaded.trackers(),
         )
         with using_data_folder(data_dir):
             plan = plan_sweep(
@@ -86,7 +89,7 @@ def sweep(
                 seeds=seeds,
             )
             folder = output_folder(out, f"sweep-{plan.name}", resume=resume)
-            common.advise_resume(folder)
+            common.advise_resume(folder, resume=True)  # as the same command does, unasked
             summary = run_sweep(plan, folder, options, storage=storage, study=study, show=sys.stderr.isatty())
         if as_json:
             common.print_json(summary)

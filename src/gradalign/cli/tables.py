@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradalign.cli.common import plain
+from gradalign.cli.common import plain, print_line, print_table
 from gradalign.cli.results import clients_tables, further_rows
 from gradalign.errors import GradalignError
 from gradalign.recipes.build import TASKS
@@ -18,9 +19,6 @@ from gradalign.recipes.paper import NUMBERS_LEFT_OUT
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import is_there, read_spec, read_table
-from gradalign.sweep.grid import describe_point
-from gradalign.sweep.protocol import Scoring
-from gradalign.tracking.progress import score_words
 
 
 def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
@@ -101,7 +99,7 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
     for name, text in rows:
         if text or name == "data":
             table.add_row(f"[bold]{name}[/bold]", plain(text))
-    console.print(table)
+    print_table(console, table)
 
 
 def _paper_words(paper: Mapping[str, Any] | None) -> str | None:
@@ -120,14 +118,15 @@ def _target_cell(entry: Mapping[str, Any]) -> str:
 
 def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     entries, paper, target = summary["algorithms"], summary.get("paper"), summary["target_accuracy"]
-    spent = {entry.get("communication_rounds") for entry in entries} - {None}
-    most = f"up to {max(spent):,} communication rounds" if spent else f"{summary['rounds']} rounds"
+    terms = summary.get("terms") or f"{summary['rounds']} rounds"
     on = plain(summary.get("scored_on", "test"))
     scored = any(entry[f"best_{on}_accuracy"] for entry in entries)
-    columns = [f"best {on} accuracy, %", f"final {on} accuracy, %"] if scored else [f"final {on} loss"]
-    columns += ["communication rounds" + (f" to {100 * target:.4g} %" if target else ""), "final r(x)"]
+    columns = ["best, %", "final, %"] if scored else ["final"]
+    columns += [f"rounds to {100 * target:.4g} %" if target else "rounds to target", "final r(x)"]
+    what = f"{on} {'accuracy' if scored else 'loss'}"
     scale = f", scaled to {summary['scale']}" if summary.get("scale") else ""
-    table = Table(title=plain(f"{summary['name']}, {seeds_words(summary)}, {most}{scale}"))
+    title = plain(f"{summary['name']}: {what}, {seeds_words(summary)}, {terms}{scale}")
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("algorithm", style="bold")
     known = bool(paper) and any(entry.get("paper_test_accuracy") is not None for entry in entries)
     for name in [*columns, "paper, %"] if known else columns:
@@ -140,74 +139,19 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
             cells = [spread_words(entry[f"{which}_{on}_accuracy"], ".2f", 100.0) for which in ("best", "final")]
         cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
         table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if known else []))
-    console.print(table)
+    print_table(console, table)
     for table in clients_tables(entries, spread_words):
-        console.print(table)
+        print_table(console, table)
     lines = [
         _data_line(summary["task"]),
         f"paper: {_paper_line(paper)}" if paper else "",
-        "mean ± standard deviation over the seeds; a round with a gradient phase counts as two",
+        "mean ± standard deviation over the seeds; rounds are of communication: one with a gradient phase is two",
         f"curves: {folder / CURVES}" if (folder / CURVES).exists() else "",
         f"summary: {folder / SUMMARY}",
         f"report: {folder / REPORT}" if (folder / REPORT).exists() else "",
     ]
     for line in filter(None, lines):
-        console.print(plain(line), soft_wrap=True)
-
-
-def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the stages, the finalists and where everything is."""
-    from gradalign.sweep.results import BEST, BETA, TABLE, VALUES
-
-    console.print(_stages_table(summary))
-    console.print(_finalists_table(summary))
-    console.print(
-        "chosen by validation on training data that was held out; tested after training on all training data; "
-        "mean ± standard deviation over the seeds",
-        soft_wrap=True,
-    )
-    if summary["scale"]:
-        console.print(f"scale: {plain(summary['scale'])}", soft_wrap=True)
-    places = {"best values": BEST, "all trials": TABLE, "accuracy over β": BETA, "accuracy over each value": VALUES}
-    for what, file in (places | {"report": REPORT}).items():
-        if (folder / file).exists():
-            console.print(f"{what}: {plain(folder / file)}", soft_wrap=True)
-    if not (folder / REPORT).exists():
-        console.print("report: none here, because the finalists' runs lie in another process's folder", soft_wrap=True)
-
-
-def _stages_table(summary: Mapping[str, Any]) -> Table:
-    table = Table("stage", "algorithm", title=f"{plain(summary['name'])}: the stages")
-    for name in ("trials", "ended early"):
-        table.add_column(name, justify="right")
-    table.add_column("best values", overflow="fold")
-    table.add_column("score", justify="right")
-    for stage in summary["stages"]:
-        best, words = stage["best"], ("–", "–")
-        if best is not None:
-            varied = {name: best["values"][name] for name in stage["varied"]}
-            shown = Scoring(summary["score"], summary.get("larger_is_better", summary["score"] == "accuracy"))
-            score = score_words(shown.name, shown.shown(best["score"]))
-            words = (describe_point(varied or best["values"]), score)
-        early = str(stage["pruned"]) + (f" (+ {stage['diverged']} diverged)" if stage["diverged"] else "")
-        table.add_row(*map(plain, (stage["name"], stage["algorithm"], stage["trials"], early, *words)))
-    return table
-
-
-def _finalists_table(summary: Mapping[str, Any]) -> Table:
-    table = Table(title=f"the finalists, {seeds_words(summary)}")
-    table.add_column("values", overflow="fold")
-    what, unit, form, scale = summary["score"], "", ".4g", 1.0
-    if summary["score"] == "accuracy":
-        what, unit, form, scale = "accuracy", ", %", ".2f", 100.0
-    for name in ("validation", "test"):
-        table.add_column(f"{name} {what}{unit}", justify="right")
-    for row in summary["finalists"]:
-        values = plain(describe_point(row["values"]))
-        validated, tested = (spread_words(row[f"{name}_{what}"], form, scale) for name in ("validation", "test"))
-        diverged = f" ({row['diverged']} diverged)" if row["diverged"] else ""
-        table.add_row(f"[bold]{values} (chosen)" if row["chosen"] else values, validated, tested + diverged)
-    return table
+        print_line(console, line)
 
 
 def describe_tasks() -> list[dict[str, Any]]:
@@ -226,11 +170,9 @@ def print_tasks(console: Console, tasks: list[dict[str, Any]], recipes: list[str
     for task in tasks:
         settings = "\n".join(plain(f"{key} = {value!r}") for key, value in task["settings"].items())
         table.add_row(f"[bold]{task['name']}[/bold]", plain(task["description"]), settings)
-    console.print(table)
-    console.print(
-        'your own: [bold]task.name = "package.module:function"[/bold], a function that returns a gradalign.Task'
-    )
-    console.print(f"recipes: {', '.join(recipes)}", soft_wrap=True)
+    print_table(console, table)
+    print_line(console, 'your own: task.name = "package.module:function", a function that returns a gradalign.Task')
+    print_line(console, f"recipes: {', '.join(recipes)}")
 
 
 def load_shown(folder: Path) -> dict[str, Any]:
@@ -258,6 +200,8 @@ def load_shown(folder: Path) -> dict[str, Any]:
 
 
 def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> None:
+    from gradalign.cli.sweep_tables import print_sweep
+
     printers = {"run": print_summary, "comparison": print_comparison, "sweep": print_sweep}
     try:
         for line in as_toml(shown["spec"]).splitlines() if "spec" in shown else ():
@@ -275,4 +219,4 @@ def print_shown(console: Console, shown: Mapping[str, Any], folder: Path) -> Non
     if shown["kind"] == "run":
         done, rounds = (shown["last_row"] or {}).get("round", 0), shown["spec"].get("rounds", "?")
         todo = f"{done} of {rounds} rounds written; continue it with --resume"
-    console.print(plain(f"not complete: {todo}"), soft_wrap=True)
+    print_line(console, f"not complete: {todo}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json
-from gradalign.cli.csv import NO_TABLE, TableOptions, takes_table, task_and_options
+from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json, print_line, print_table
+from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table, task_and_options
 
 if TYPE_CHECKING:
+    from gradalign.client import LocalTraining
     from gradalign.tasks.task import Task
     from gradalign.theory import Check
     from gradalign.theory.diagnose import Diagnosis
@@ -64,11 +65,11 @@ def _limits_table(checks: Sequence[Check]) -> Table:
 
 
 def _print_checks(checks: Sequence[Check], console: Console) -> None:
-    console.print(_orders_table(checks))
-    console.print(_limits_table(checks))
+    print_table(console, _orders_table(checks))
+    print_table(console, _limits_table(checks))
     noted = [check for check in checks if check.note]
     for note in dict.fromkeys(f"{'Finding, ' if c.finding else ''}{c.number}: {c.note}" for c in noted):
-        console.print(plain(note), highlight=False)
+        print_line(console, note)
     failed = sum(not check.passed for check in checks)
     console.print(f"{len(checks) - failed} of {len(checks)} checks passed" + (f", {failed} failed" if failed else ""))
 
@@ -127,34 +128,75 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
     }.items():
         table.add_row(name, text)
     console.print(f"[bold]{plain(found.task)}[/bold]")
-    console.print(table)
-    console.print(f"\n{plain(found.sentence)}", highlight=False)
+    print_table(console, table)
+    console.print()
+    print_line(console, found.sentence)
+    print_line(console, found.form)
+
+
+def _subject(
+    name: str | None, settings: Sequence[str], seed: int | None, table: TableOptions
+) -> tuple[Task, LocalTraining | None, int]:
+    """Return what is diagnosed, how its recipe trains it (None for a task without one), and the seed.
+
+    A setting without a section is one of the task's, of a recipe too.
+    """
+    from gradalign.recipes import shipped_recipes
+    from gradalign.recipes.build import build_algorithm, build_local, task_of
+    from gradalign.recipes.spec import Spec
+
+    if name is not None and name not in shipped_recipes() and Path(name).suffix != ".toml" and not Path(name).is_file():
+        task, own_options = task_and_options(name, table)
+        return _task(task, seed or 0, settings, own_options), None, seed or 0
+    words = [word.partition("=")[0].strip() for word in settings]
+    own = ["." not in word and word not in (*Spec.model_fields, "scale") for word in words]
+    sections = [f"task.{setting}" if bare else setting for setting, bare in zip(settings, own, strict=True)]
+    spec = load(name, sections, seed, None, table, trust_task=False).spec()
+    return task_of(spec), build_local(spec.local, build_algorithm(spec.algorithm, spec.server)), spec.seed
 
 
 @takes_table
 def diagnose(
-    task: Annotated[str | None, Argument(help="A task's name, or package.module:function.")] = None,
+    subject: Annotated[
+        str | None,
+        Argument(metavar="[RECIPE]", help="A recipe file, a shipped recipe's or a task's name, or module:function."),
+    ] = None,
     settings: TaskSettings = None,
     table: TableOptions = NO_TABLE,
     as_json: AsJson = False,
-    seed: Seed = 0,
+    seed: int | None = Option(None, min=0, help="The seed of everything random (default: the recipe's, or 0)."),
     clients: int = Option(20, help="Measure at most this many clients."),
     examples: int | None = Option(None, help="Use at most this many examples of each client."),
     splits: int = Option(19, help="Random splits to compare with; each costs a pass over the examples."),
-    lr: float = Option(0.1, help="α, the local learning rate you will train with."),
-    steps: int = Option(10, help="K, the local steps of a round."),
+    lr: float | None = Option(None, help="α, the local learning rate (default: the recipe's, or 0.1)."),
+    steps: int | None = Option(None, help="K, the local steps of a round (default: the recipe's, or 10)."),
     device: Device = "cpu",
 ) -> None:
-    """Say before training whether the clients' gradients disagree more than by chance, and suggest a β."""
+    """Say before training whether the clients' gradients disagree more than by chance, and what to do about it.
+
+    It says what aligning them costs, which form to try, and where to search β.
+    """
     with plain_errors():
+        from gradalign.algorithms.schedule import value_at
         from gradalign.client.trainer import check_device
         from gradalign.theory.diagnose import diagnose as measure
 
         check_device(device)
-        name, own = task_and_options(task, table)
-        made = _task(name, seed, settings or (), own)
+        made, local, chosen = _subject(subject, settings or (), seed, table)
+        if local is not None:
+            local = local if steps is None else replace(local, steps=steps, epochs=None)
+            steps = local.steps_for(len(made.client(0, chosen)))
+            lr = value_at(local.lr, 0) if lr is None else lr
         found = measure(
-            made, lr=lr, steps=steps, clients=clients, examples=examples, splits=splits, seed=seed, device=device
+            made,
+            lr=0.1 if lr is None else lr,
+            steps=10 if steps is None else steps,
+            clients=clients,
+            examples=examples,
+            splits=splits,
+            seed=chosen,
+            device=device,
+            local=local,
         )
         if as_json:
             print_json(asdict(found))

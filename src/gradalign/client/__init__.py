@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from gradalign.algorithms.schedule import Schedule, require, setting_of
 from gradalign.errors import GradalignError, real, whole
@@ -27,6 +33,10 @@ class LocalTraining:
         precision: "bf16" computes gradients' matrix products and convolutions in bfloat16 (torch's autocast): faster
             where the processor has such instructions, with gradients off by some percent. Parameters, sums and
             evaluation keep the model's precision. None (the default) keeps it everywhere.
+        optimizer: The name of a ``torch.optim`` class that takes the steps, such as "adam" or "adamw"; None or "sgd"
+            is SGD. It begins anew in every round, and is given this round's lr, ``weight_decay`` as its own, and
+            gradients that are clipped, corrected and pulled already.
+        optimizer_settings: Its other arguments, such as ``{"betas": [0.9, 0.99]}``.
     """
 
     lr: float | Schedule = 0.1
@@ -38,6 +48,8 @@ class LocalTraining:
     clip_norm: float | None = None
     gradient_examples: int | None = None
     precision: str | None = None
+    optimizer: str | None = None
+    optimizer_settings: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", setting_of("local.lr", self.lr))
@@ -54,6 +66,46 @@ class LocalTraining:
         for name in ("steps", "epochs", "batch_size", "gradient_examples"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole(f"local.{name}", value, 1))
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer that cannot take a step; SGD without settings is our own."""
+        given = dict(self.optimizer_settings or {})
+        if not given and str(self.optimizer or "sgd").lower() == "sgd":
+            object.__setattr__(self, "optimizer", None)
+            object.__setattr__(self, "optimizer_settings", None)
+            return
+        object.__setattr__(self, "optimizer", str(self.optimizer or "sgd").lower())
+        for name in sorted({"lr", "weight_decay", "params"} & given.keys()):
+            raise GradalignError(f"local.optimizer_settings.{name} is not set there; give local.{name}")
+        if self.momentum:
+            problem = "local.momentum is plain SGD's"
+            raise GradalignError(f"{problem}; give {self.optimizer} its own in local.optimizer_settings")
+        one = torch.zeros(1)
+        one.grad = torch.ones(1)
+        try:
+            self.make_optimizer([one], 1.0).step()
+        except GradalignError:
+            raise
+        except Exception as error:  # whatever torch says of settings, or of an optimizer that asks for more
+            problem = f"the optimizer {self.optimizer} cannot take local steps"
+            raise GradalignError(f"local.optimizer: {problem} with {given}: {error}") from None
+
+    def make_optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+        """Return the optimizer of one client's round, from scratch; SGD where no other is named."""
+        every = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        known = {name: kind for name, kind in every.items() if kind is not torch.optim.Optimizer}
+        kind = known.get(self.optimizer or "sgd")
+        if kind is None:
+            known_names = ", ".join(sorted(known))
+            raise GradalignError(f'local.optimizer: "{self.optimizer}" is not in torch.optim; known are {known_names}')
+        given = {"momentum": self.momentum} if self.optimizer is None else dict(self.optimizer_settings or {})
+        if "weight_decay" in signature(kind).parameters:
+            given["weight_decay"] = self.weight_decay
+        elif self.weight_decay:
+            raise GradalignError(f"local.weight_decay is set, but torch's {kind.__name__} has none")
+        made: torch.optim.Optimizer = kind(list(parameters), lr=lr, **given)
+        return made
 
     def __repr__(self) -> str:
         """Return what differs from the defaults, beside lr."""
@@ -75,7 +127,8 @@ class LocalTraining:
     def total_step_size(self, lr: float, steps: int) -> float:
         """Return the sum of the step sizes given to all gradients of a round: αK, more with momentum.
 
-        With momentum m the k-th of K gradients acts with α(1 + m + … + m^{K−k}).
+        With momentum m the k-th of K gradients acts with α(1 + m + … + m^{K−k}). Another optimizer's steps are no
+        gradients times numbers; for it αK stands for itself, and Δ_i/(αK) is no mean gradient.
         """
         m = self.momentum
         if not m:  # asked for every client of a round

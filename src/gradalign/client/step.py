@@ -71,6 +71,7 @@ class LocalStep:
     """z ← z − α ( clip(∇f(y)) + decay·y + constant ), with heavy-ball momentum on request.
 
     ``decay`` and ``constant`` are the step's affine part: wd·y + c + μ(y − x) = (wd + μ)·y + (c − μx).
+    With an optimizer of torch's, z moves as that says, given what is in the brackets; wd is then its own affair.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class LocalStep:
         self._y, self._z = flat.views(flat.vector), flat.views(z)
         self._constant = None if constant is None else flat.views(constant)
         self._velocity: list[Tensor] | None = None
+        self._optimizer = local.make_optimizer(self._z, lr) if local.optimizer else None
         # Whether factors may go straight into z: nothing has to see the gradient itself, and decay acts on z.
-        self._straight = not self._momentum and self._clip is None and (z is flat.vector or not decay)
+        plain = self._optimizer is None and not self._momentum and self._clip is None
+        self._straight = plain and (z is flat.vector or not decay)
         self._shrink = _Shrink(1.0 - lr * decay, z.dtype)
 
     @torch.no_grad()
@@ -107,6 +110,11 @@ class LocalStep:
             _shorten(directions, self._clip)
         for place, direction in enumerate(directions):
             self._add_affine_part(place, direction)
+        if self._optimizer is not None:
+            for direction, z in zip(directions, self._z, strict=True):
+                z.grad = direction
+            self._optimizer.step()
+            return
         if self._velocity is not None:
             for velocity, direction in zip(self._velocity, directions, strict=True):
                 velocity.mul_(self._momentum).add_(direction)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradients, set_out
-from gradalign.errors import ClientError, GradalignError, no_exit
+from gradalign.errors import ClientError, GradalignError, no_exit, told
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.batches import Examples, map_tensors
 from gradalign.tasks.metrics import kept_prediction
@@ -71,7 +71,7 @@ def named_failure(where: str) -> Iterator[None]:
     except GradalignError:
         raise
     except Exception as error:
-        raise ClientError(f"{where} failed: {type(error).__name__}: {error}") from error
+        raise ClientError(f"{where} failed: {told(error)}") from error
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -128,7 +128,9 @@ class ClientTrainer:
         """Return the loss of a batch at the model's present point, with its outputs and targets."""
         batch = map_tensors(lambda t: t.to(self.device, self.dtype if t.is_floating_point() else None), batch)
         halved = self.local.precision == "bf16" and torch.is_grad_enabled()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=halved):
+        # Off, too, where the caller's is on; but not all devices know of it.
+        known = halved or torch.is_autocast_enabled(self.device.type)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=halved) if known else nullcontext():
             outputs, targets = self.task.predict(self.flat.module, batch)
         if halved and isinstance(outputs, Tensor):
             outputs = outputs.to(self.dtype)
@@ -215,11 +217,13 @@ class ClientTrainer:
     ) -> tuple[Tensor, float, int]:
         """Take the local steps from ``flat.vector`` = x; return Δ, the sum of the losses and the examples seen."""
         y, local = self.flat.vector, self.local
+        if local.optimizer:  # what it does with y is its own affair: there is no shift to undo inside its step
+            plan = replace(plan, every_step=False)
         given, correction = (None if v is None else v.to(y) for v in (plan.displaced(None), plan.correction))
         z, constant, shift = set_out(y, plan, given, correction)
         displaced = given is not None and shift is None
         start = z.clone() if displaced or self.device.type != "cpu" else told.point.x  # else z starts at x
-        decay = local.weight_decay + plan.pull
+        decay = plan.pull + (0.0 if local.optimizer else local.weight_decay)
         step = LocalStep(self.flat, self.factored, z, constant, lr=told.lr, decay=decay, local=local)
         total, seen, augment = torch.zeros((), dtype=torch.float64), 0, self.task.augment
         for rows in batches:

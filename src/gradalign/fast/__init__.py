@@ -67,7 +67,7 @@ def prepare(model: nn.Module, setup: Setup) -> FactoredGradients:
     """Make a model's layers faster, in place, where the setup allows it."""
     if not setup.fast or torch.device(setup.device).type != "cpu":
         return FactoredGradients()
-    plain = setup.task.predict is predict and setup.local.precision is None
+    plain = setup.task.predict is predict and setup.local.precision is None and setup.local.optimizer is None
     factored = record_factors(model) if plain else FactoredGradients()
     run_stacks_faster(model)
     return factored
@@ -87,7 +87,8 @@ class Group:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.cache, self.one = setup, GradientCache(), client_trainer(setup)
         # With few clients a round the per-client loop is quick enough, and gives the bits of every other engine.
-        many = setup.clients_per_round >= COHORT and setup.local.precision is None
+        plain = setup.local.precision is None and setup.local.optimizer is None
+        many = setup.clients_per_round >= COHORT and plain
         together = setup.fast and many and self.one.device.type == "cpu"
         layers = cohort_layers(setup.task, self.one.flat.module) if together else None
         self.cohort = None if layers is None else CohortTrainer(setup, layers)
@@ -234,7 +235,7 @@ class Group:
         if way is None:
             return None
         with named_failure(f"clients {who[0].client} to {who[-1].client}"):
-            alike = told.algorithm.only_displaces and not told.one_by_one  # then one plan serves all
+            alike = told.algorithm.plans_alike and not told.one_by_one  # one plan for all is made quickly
             plans = [self._plan(told, one) for one in who[: 1 if alike else None]] * (len(who) if alike else 1)
             bare = not any(plan.pull or plan.correction is not None for plan in plans)
             if len({(plan.pull, plan.every_step) for plan in plans}) > 1 or not (self.cohort or bare):

@@ -45,9 +45,14 @@ class Door:
 
     # A class, since Flower's simulation pickles apps, and functions inside functions take their globals along.
 
-    def __init__(self, mods: Sequence[Mod]) -> None:
-        self._mods = bool(mods)
-        self._masks = any(getattr(mod, "__name__", "") in ("secaggplus_mod", "secagg_mod") for mod in mods)
+    def __init__(self, mods: Sequence[Mod], *, all_known: bool = True) -> None:
+        self._mods, self._masks = not all_known, False  # a function of the app's own may have further mods
+        self.notice(mods)
+
+    def notice(self, mods: Sequence[Mod]) -> None:
+        """Take note of the app's mods."""
+        self._mods = self._mods or bool(mods)
+        self._masks |= any(getattr(mod, "__name__", "") in ("secaggplus_mod", "secagg_mod") for mod in mods)
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         token = leaving.set([])
@@ -67,7 +72,7 @@ class Door:
         configs = message.content.config_records
         if not message.metadata.message_type.startswith(messages.TRAIN):
             return
-        if RECORD_KEY_CONFIGS in configs and not self._masks:
+        if RECORD_KEY_CONFIGS in configs and not self._mods:
             raise GradalignError("the server aggregates securely; give this app mods=[secaggplus_mod]")
         if self._masks and RECORD_KEY_CONFIGS not in configs:
             raise GradalignError("this app masks its updates, and the server does not run Flower's SecAggPlusWorkflow")
@@ -120,7 +125,7 @@ def aligned_app(*, examples: Callable[[Context], int] | None = None, mods: Itera
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
     """
     mods = list(mods)
-    app = ClientApp(mods=[Door(mods), *mods])
+    app = ClientApp(mods=[Door(mods, all_known=False), *mods])
     app.query("partition")(tell_partition(app, examples))
     return app
 
@@ -159,9 +164,9 @@ class _TaskClient:
     """Answers for the clients of one task. The model is made once and used for every message of the process."""
 
     def __init__(
-        self, task: Task | Callable[[Context], Task], algorithms: Iterable[type[Algorithm]], device: torch.device | str
+        self, task: Task | Callable[[Context], Task], algorithms: list[type[Algorithm]], device: torch.device | str
     ) -> None:
-        self._source, self._algorithms, self._device = task, list(algorithms), device
+        self._source, self._algorithms, self._device = task, algorithms, device
         self._made: tuple[str, Task] | None = None
         self._group: Group | None = None
         self._trained_with: tuple[object, ...] = ()
@@ -242,7 +247,7 @@ class _TaskClient:
 def client_app(
     task: Task | Callable[[Context], Task],
     *,
-    algorithms: Iterable[type[Algorithm]] = (),
+    algorithms: Iterable[type[Algorithm] | str] = (),
     mods: Iterable[Mod] = (),
     device: torch.device | str = "cpu",
 ) -> ClientApp:
@@ -251,11 +256,12 @@ def client_app(
     Args:
         task: The task, or a function that makes it from Flower's context. The node works on the client that its
             ``partition-id`` names, or on the only client of a task that has one.
-        algorithms: Algorithm classes of your own that the server may name beside the built-in ones.
+        algorithms: Algorithms of your own that the server may name beside the built-in ones: classes, or their names,
+            ``"package.module:Class"``. No others are ever imported, whatever a message says.
         mods: Flower mods for all messages; those that work on arrays go in as ``on_update(mod)``.
         device: Where the model runs.
     """
-    client = _TaskClient(task, algorithms, device)
+    client = _TaskClient(task, messages.own_classes(algorithms), device)
     mods = list(mods)
     app = ClientApp(mods=[Door(mods), *mods])
     sizes = lambda context: len(client.examples(context))  # noqa: E731

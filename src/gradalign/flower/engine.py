@@ -23,6 +23,7 @@ from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
 from gradalign.engines import Engine
 from gradalign.engines.local import InProcessEngine
+from gradalign.errors import GradalignError
 from gradalign.flower import messages
 from gradalign.flower.client import client_app
 from gradalign.flower.exchange import Patience, Roster, logger
@@ -106,6 +107,8 @@ class FlowerEngine(Engine):
                 if self.federation.by_examples and self._asks_weight(client):
                     self.roster.sizes[client] = size = messages.read_size(replies[client], self._weight_key)
                     weight = size if told.mean is None else weight
+                elif math.isnan(weight):  # it was sampled before it was asked
+                    weight = self.roster.sizes[client]
                 yield read(replies[client], told.point, client, weight)
             except BadReplyError as error:
                 self._leave_out(client, str(error))
@@ -185,6 +188,8 @@ class FlowerEngine(Engine):
     def _layout(self) -> tuple[dict[str, Array], dict[str, str]]:
         model = self.federation.task.make_model(self.federation.seed)
         layout, state = Layout.of(model), model.state_dict()
+        if any(value.dtype == torch.bfloat16 for value in state.values()):
+            raise GradalignError("Flower's arrays know no bfloat16; such models need a client_app or aligned_app")
         frozen = {where: to_array(state[name]) for name, _, where, _ in layout.entries if where.startswith("rest.")}
         return frozen, {messages.LAYOUT: layout.encode(), messages.KEYS: " ".join(self.keys)}
 

@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from gradalign.errors import told
 from gradalign.flower.messages import PARTITION, PARTITIONS, in_place_of
 
 
@@ -81,8 +82,7 @@ class InProcessGrid(Grid):
         try:
             return self._app(message, self.context(client))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=message)
+            return Message(Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=told(error)), reply_to=message)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]

@@ -109,4 +109,6 @@ class NamedArrays(nn.Module):
 def as_arrays(model: nn.Module, point: Point) -> ArrayRecord:
     """Return a model's state_dict at a point, as Flower sends it."""
     FlatModel(model).load(point)
-    return ArrayRecord(model.state_dict())
+    state = model.state_dict()
+    # NumPy has no bfloat16; float32 holds the same numbers, and load_state_dict makes them what they were.
+    return ArrayRecord({name: v.float() if v.dtype == torch.bfloat16 else v for name, v in state.items()})

@@ -24,6 +24,7 @@ from gradalign.client import LocalTraining
 from gradalign.client.exchange import ClientScore, Gradient, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.errors import GradalignError
+from gradalign.recipes.names import parts_of
 
 ARRAYS, CONFIG, METRICS, ORDER = "arrays", "config", "metrics", "gradalign"
 QUERY, GRADIENT, TRAIN, EVALUATE = "query.partition", "train.gradient", "train", "evaluate"
@@ -122,6 +123,17 @@ def encoded_parts(algorithm: Combination) -> tuple[dict[str, Any], ...]:
 def needs_step_sizes(algorithm: Combination) -> bool:
     """Return whether anyone reckons with what a round's step sizes add up to."""
     return any(part.keeps or part.extra_down for part in algorithm.parts)
+
+
+def own_classes(algorithms: Iterable[type[Algorithm] | str]) -> list[type[Algorithm]]:
+    """Return the classes that a client allows beside the built-in ones, imported where they are given by name.
+
+    A server can name only these: nothing is imported because a message says so.
+    """
+    found: list[type[Algorithm]] = []
+    for one in algorithms:
+        found += parts_of(one).values() if isinstance(one, str) else [one]
+    return found
 
 
 def algorithm_of(order: Order, more: Iterable[type[Algorithm]]) -> Combination:

@@ -18,7 +18,7 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FitFedAvg
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvgM, Strategy
+from flwr.serverapp.strategy import FedAvgM, Result, Strategy
 from flwr.serverapp.strategy.fedopt import FedOpt
 from torch import Tensor
 
@@ -40,8 +40,8 @@ class _Teller:
             changed = type(part).multiple is not Algorithm.multiple or type(part).offset is not Algorithm.offset
             if part.needs_gradients or part.keeps or part.one_step or part.reports or changed:
                 raise GradalignError(
-                    f"{part.label} needs more than one trip and an average; run it with AlignedStrategy. "
-                    'FedGA(beta=..., mean="running") has one trip'
+                    f"{part.label} needs more of clients than one trip with their update; run it with AlignedStrategy. "
+                    'FedGA(beta=0.1, mean="running") needs no more'
                 )
         if type(self.algorithm.server) is not ServerRule:
             raise GradalignError("the server's rule is the strategy's here; leave it out of the algorithm")
@@ -68,7 +68,7 @@ class _Teller:
             seed=0,
             local=self._local,
             parts=messages.encoded_parts(algorithm),
-            step_sizes=messages.needs_step_sizes(self.algorithm),
+            step_sizes=self._fixed is None and messages.needs_step_sizes(self.algorithm),
         )
         sent = {part.label for part in algorithm.parts if part.extra_down}
         vectors = {label: s.to(sent_as.dtype) for label, s in self._shared.items() if label in sent}
@@ -95,16 +95,18 @@ class _Teller:
                 self._shared[part.label] = new
             self._numbers[part.label] = part.next_numbers(sums)
 
-    def hear(self, sizes: Iterable[tuple[float, float]]) -> None:
-        """Take the clients' total step sizes with their weights, where the server was not given a number."""
-        known = list(sizes)
-        if self._fixed is None and known:
-            self._size = sum(size * weight for size, weight in known) / sum(weight for _, weight in known)
+    def hear(self, said: Iterable[tuple[dict[str, Any], Any]]) -> None:
+        """Take the clients' step sizes out of their metrics; each comes with the client's weight.
 
-
-def _number(record: MetricRecord, name: str) -> float:
-    value = record.get(name, 1.0)
-    return 1.0 if isinstance(value, list) else float(value)
+        A client whose app does not know of the algorithm says none: it has trained as in FedAvg, and that is an error.
+        """
+        total, weights = 0.0, 0.0
+        for metrics, weight in said:
+            if TOTAL_STEP_SIZE not in metrics:
+                raise GradalignError("a client's app is not a gradalign.flower.ClientApp, and does not align")
+            total, weights = total + float(metrics.pop(TOTAL_STEP_SIZE)) * float(weight), weights + float(weight)
+        if self._fixed is None and weights:
+            self._size = total / weights
 
 
 class OneTrip(Strategy):
@@ -135,6 +137,11 @@ class OneTrip(Strategy):
         self.strategy, self._weight = strategy, str(getattr(inner, "weighted_by_key", EXAMPLES))
         self._teller = _Teller(algorithm, total_step_size, weight_decay)
 
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
+        """As Flower's; schedules in shares of the run learn its length here."""
+        self._teller.algorithm = self._teller.algorithm.over(num_rounds)
+        return super().start(grid, initial_arrays, num_rounds, *more, **named)
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -147,12 +154,9 @@ class OneTrip(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Let the strategy average; the clients' step sizes are taken out of their metrics before."""
         replies = list(replies)
-        records = [one for reply in replies if reply.has_content() for one in reply.content.metric_records.values()]
-        said = [one for one in records if TOTAL_STEP_SIZE in one]
-        weights = [_number(one, self._weight) for one in said]
-        self._teller.hear(zip((_number(one, TOTAL_STEP_SIZE) for one in said), weights, strict=True))
-        for one in said:
-            del one[TOTAL_STEP_SIZE]
+        contents = [reply.content for reply in replies if reply.has_content()]
+        said: list[Any] = [next(iter(one.metric_records.values()), {}) for one in contents]
+        self._teller.hear((metrics, metrics.get(self._weight, 1.0)) for metrics in said)
         return self.strategy.aggregate_train(server_round, replies)
 
     def configure_evaluate(
@@ -195,6 +199,5 @@ class SecureOneTrip(FitFedAvg):
 
     def aggregate_fit(self, server_round: int, results: list[tuple[ClientProxy, FitRes]], failures: Any) -> Any:
         """Average; the clients' step sizes are taken out of their metrics before."""
-        said = [answer for _, answer in results if TOTAL_STEP_SIZE in answer.metrics]
-        self._teller.hear((float(one.metrics.pop(TOTAL_STEP_SIZE)), float(one.num_examples)) for one in said)
+        self._teller.hear((answer.metrics, answer.num_examples) for _, answer in results)
         return super().aggregate_fit(server_round, results, failures)

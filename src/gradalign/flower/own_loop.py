@@ -99,10 +99,10 @@ class LocalRound:
         model: nn.Module,
         *,
         losses: Iterable[tuple[Tensor, int]] | None = None,
-        algorithms: Iterable[type[Algorithm]] = (),
+        algorithms: Iterable[type[Algorithm] | str] = (),
     ) -> None:
         self._message, self._flat, self._steps = message, FlatModel(model), 0
-        self._work = ClientRound(message, context, self._flat.read(), algorithms)
+        self._work = ClientRound(message, context, self._flat.read(), messages.own_classes(algorithms))
         self.lr, self.round = self._work.told.lr, self._work.told.round
         self._local, self._looked = replace(self._work.order.local), False
         object.__setattr__(self._local, "lr", self.lr)  # unchecked: a schedule may pass through 0

@@ -40,6 +40,11 @@ class Steps:
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
+    @property
+    def known(self) -> bool:
+        """Whether any parameter was one of the arrays."""
+        return any(self._names.values())
+
     def gradient(self) -> Named:
         """Return the mean gradient of the steps that were held back."""
         return {name: total / count for name, (total, count) in self._sums.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,25 +47,27 @@ class _Round:
     show: Callable[[Named], Message]
     """Returns the message that the app is shown, with these arrays in it."""
     gradient: Tensor | None = None
-    numbers: dict[str, Any] | None = None
-    """What the app said when its gradient was taken."""
+    trained: set[str] | None = None
+    """The arrays that have a gradient, and what the app said when it was taken."""
+    numbers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def x(self) -> Tensor:
         return self.vectors["x"]
 
-    def only(self, vector: Tensor, names: set[str] | None) -> Tensor:
-        """Return a vector like x with zeros but for these arrays; None means all."""
-        if names is None:
+    def of_trained(self, vector: Tensor) -> Tensor:
+        """Return a vector like x with zeros where nothing is trained, as far as that is known."""
+        if self.trained is None:
             return vector
-        return self.layout.flat(self.layout.named({**self.vectors, "x": vector}), {"x": self.x}, names)["x"]
+        return self.layout.flat(self.layout.named({**self.vectors, "x": vector}), {"x": self.x}, self.trained)["x"]
 
 
 class _Adapter:
     """The innermost mod: between our messages and the app's own train function."""
 
-    def __init__(self, losses: Losses | None, algorithms: Iterable[type[Algorithm]]) -> None:
-        self._losses, self._algorithms = losses, list(algorithms)
+    def __init__(self, losses: Losses | None, algorithms: list[type[Algorithm]]) -> None:
+        self._losses, self._algorithms = losses, algorithms
+        self.own_train: ClientAppCallable | None = None  # the app's train function without any mods of its own
 
     def __call__(self, message: Message, context: Context, train: ClientAppCallable) -> Message:
         ordered = any(ORDER in config for config in message.content.config_records.values())
@@ -78,10 +80,9 @@ class _Adapter:
     def gradient_phase(self, message: Message, context: Context, train: ClientAppCallable) -> Message:
         """Answer ``train.gradient``."""
         work, one = self._received(message, context)
-        self._take_gradient(one, context, train)
-        assert one.gradient is not None
-        work.remember_gradient(one.gradient)
-        return messages.reply(message, {"gradient": one.gradient}, _with_loss(one.numbers or {}))
+        gradient = self._take_gradient(one, context, train)
+        work.remember_gradient(gradient)
+        return messages.reply(message, {"gradient": gradient}, _with_loss(one.numbers))
 
     def _received(self, message: Message, context: Context) -> tuple[ClientRound, _Round]:
         """Read a message of ``AlignedStrategy``, which has flat vectors."""
@@ -101,7 +102,7 @@ class _Adapter:
         start, reply, steps = self._train(one, context, train)
         if reply.has_error():
             return reply
-        work.gradient = one.gradient
+        work.told, work.gradient = one.told, one.gradient
         exchanged = {name: vector for name, vector in one.vectors.items() if not name.startswith("rest.")}
         after = one.layout.flat(_arrays(reply), exchanged)
         after["update"] = after.pop("x") - start
@@ -109,7 +110,7 @@ class _Adapter:
         total = steps.total_step_size(local.weight_decay) if work.order.step_sizes else 0.0
         work.remember_update(after["update"], total)
         numbers = _with_loss(_numbers(reply)) | {"steps": steps.count, TOTAL_STEP_SIZE: total, **work.facts()}
-        if one.numbers is not None and EXAMPLES in numbers:
+        if one.numbers and EXAMPLES in numbers:
             numbers[SEEN] = 2 * numbers[EXAMPLES]  # once more, for the gradient
         followed = {"weight_decay"} if work.order.step_sizes else set()
         followed |= set() if self._losses is None else {"gradient_examples"}
@@ -153,25 +154,24 @@ class _Adapter:
         vectors["x"] = torch.where(start == x, moved, x + (moved - start))
         named = layout.named(vectors)
         reply.content[back] = _record({name: named[name].to(a) if name in names else a for name, a in after.items()})
-        if order.step_sizes:
-            fit = reply.content.config_records.get("fitres.metrics")  # of Flower's older kind
-            told_in = next(iter(reply.content.metric_records.values())) if fit is None else fit
-            told_in[TOTAL_STEP_SIZE] = steps.total_step_size(order.local.weight_decay)
+        numbers: Any = reply.content.config_records.get("fitres.metrics")  # of Flower's older kind
+        numbers = next(iter(reply.content.metric_records.values()), {}) if numbers is None else numbers
+        numbers[TOTAL_STEP_SIZE] = steps.total_step_size(order.local.weight_decay) if order.step_sizes else 0.0
         return reply
 
-    def _take_gradient(self, one: _Round, context: Context, train: ClientAppCallable) -> set[str]:
-        """Take g_i, and return the names of what is trained."""
-        arrays = one.layout.named(one.vectors)
+    def _take_gradient(self, one: _Round, context: Context, train: ClientAppCallable) -> Tensor:
+        """Return g_i, and note what is trained and what the app said."""
+        arrays, limit = one.layout.named(one.vectors), one.told.gradient_examples
         if self._losses is not None:
             model, losses = self._losses(one.show(arrays), context)
-            model.zero_grad()
-            loss, seen = add_up(losses, one.told.gradient_examples)
+            model.train().zero_grad()
+            loss, seen = add_up(losses, limit)
             grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
             found = {name: g.detach().cpu() / seen for name, g in grads.items() if g is not None}
-            one.numbers = {"loss": loss, EXAMPLES: seen, SEEN: seen}
+            one.numbers = {"loss": loss, EXAMPLES: seen if limit is None else None, SEEN: seen}
         else:
             with torch.random.fork_rng(), Steps(arrays, still=True) as steps:
-                reply = train(one.show(arrays), _aside(context))
+                reply = (self.own_train or train)(one.show(arrays), _aside(context))
             if reply.has_error():
                 raise GradalignError(f"the app's train function failed: {reply.error.reason}")
             found, one.numbers = steps.gradient(), _numbers(reply)
@@ -180,22 +180,24 @@ class _Adapter:
                 "the app's train function took no step with a torch optimizer on the server's arrays, so its gradient "
                 "cannot be seen; give ClientApp(gradient=...)"
             )
-        one.gradient = one.layout.flat(found, {"x": one.x}, set(found))["x"]
-        return set(found)
+        one.trained = set(found)
+        return one.layout.flat(found, {"x": one.x}, one.trained)["x"]
 
     def _train(self, one: _Round, context: Context, train: ClientAppCallable) -> tuple[Tensor, Message, Steps]:
         """Let the app train from y_0; return y_0, its reply, and what was seen of its steps."""
-        trained = None
         if not one.layout.exact and any(isinstance(part, FedLESAM) for part in one.told.algorithm.parts):
             raise GradalignError("fedlesam needs to know which arrays are trained; give AlignedStrategy the model")
         if one.gradient is None and one.told.algorithm.uses_own_gradient:
-            trained = self._take_gradient(one, context, train)
+            one.gradient = self._take_gradient(one, context, train)
+            # s has numbers for running means and the like, too, where the server does not know them.
+            shared = {label: one.of_trained(vector) for label, vector in one.told.shared.items()}
+            one.told = replace(one.told, shared=shared)
         plan = one.told.plan(one.who, one.gradient).written_out(one.gradient)
         start = one.x
         if isinstance(plan.displacement, Tensor):
-            if one.told.mean is None and not one.layout.exact:  # s has numbers for running means and the like, too
-                trained = trained or self._take_gradient(one, context, train)
-            start = one.x + one.only(plan.displacement, trained)
+            if one.told.mean is None and one.trained is None and not one.layout.exact:
+                self._take_gradient(one, context, train)  # for what is trained
+            start = one.x + one.of_trained(plan.displacement)
         constant = plan.correction
         if plan.pull:
             constant = -plan.pull * one.x if constant is None else constant - plan.pull * one.x
@@ -203,6 +205,8 @@ class _Adapter:
         added = None if constant is None else one.layout.named({**one.vectors, "x": constant})
         with Steps(arrays, constant=added, pull=plan.pull) as steps:
             reply = train(one.show(arrays), context)
+        if added is not None and steps.count and not steps.known:
+            raise GradalignError("the app's optimizer trains none of the server's arrays as they were sent")
         return start, reply, steps
 
 
@@ -253,7 +257,7 @@ class ClientApp(FlowerClientApp):
             with the message's arrays, and its losses, ``(mean loss, number of examples)`` for each batch. When not
             given, the train function runs once more with its steps held back, and their gradients' mean is taken.
         examples: Gives the number of the client's examples; when not given, the server goes by the first reply.
-        algorithms: Algorithm classes of your own that the server may name beside the built-in ones.
+        algorithms: Algorithms of your own that the server may name, as for ``client_app``.
     """
 
     def __init__(
@@ -263,11 +267,11 @@ class ClientApp(FlowerClientApp):
         *,
         gradient: Losses | None = None,
         examples: Callable[[Context], int] | None = None,
-        algorithms: Iterable[type[Algorithm]] = (),
+        algorithms: Iterable[type[Algorithm] | str] = (),
     ) -> None:
-        self._adapter = _Adapter(gradient, algorithms)
-        self._own_train: ClientAppCallable | None = None
-        super().__init__(client_fn, [Door(mods or ()), *(mods or ()), self._adapter])
+        self._adapter = _Adapter(gradient, messages.own_classes(algorithms))
+        self._door = Door(mods or ())
+        super().__init__(client_fn, [self._door, *(mods or ()), self._adapter])
         if client_fn is None:
             self.query("partition")(tell_partition(self, examples, stock=True))
             super().train("gradient")(self._gradient_phase)
@@ -275,17 +279,18 @@ class ClientApp(FlowerClientApp):
     def train(
         self, action: str = DEFAULT_ACTION, *, mods: list[Mod] | None = None
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
-        """Register a train function, as in Flower."""
+        """Register a train function, as in Flower; mods that are given here see the app's own arrays both ways."""
+        self._door.notice(mods or ())
         register = super().train(action, mods=mods)
 
         def decorate(function: ClientAppCallable) -> ClientAppCallable:
             if action == DEFAULT_ACTION:
-                self._own_train = function
+                self._adapter.own_train = function
             return register(function)
 
         return decorate
 
     def _gradient_phase(self, message: Message, context: Context) -> Message:
-        if self._own_train is None:
+        if self._adapter.own_train is None:
             raise GradalignError("this app has no train function")
-        return self._adapter.gradient_phase(message, context, self._own_train)
+        return self._adapter.gradient_phase(message, context, self._adapter.own_train)

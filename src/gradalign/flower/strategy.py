@@ -32,7 +32,7 @@ from gradalign.server.monitor import OnRound
 from gradalign.server.result import Result
 from gradalign.server.runner import CHECKPOINT_SECONDS, RunOptions, conduct
 from gradalign.tasks.batches import Examples
-from gradalign.tasks.task import Task
+from gradalign.tasks.task import Task, with_metrics
 from gradalign.tracking import Tracker, Trackers
 
 
@@ -122,7 +122,8 @@ class AlignedStrategy:
             again, and then the run stops with a checkpoint.
         patience: How long every wait may last and how often a round is played again.
         measure: What is measured and how often. Measuring training loss and alignment costs a gradient phase,
-            which the next round uses again; by default only evaluation takes place, after every round.
+            which the next round uses again. Evaluation of every kind, here and at the clients, takes place every
+            ``test_every`` rounds; by default that is all, after every round.
         seed: The seed of everything random.
         out: A folder to write the run to. A server that is started again with the same folder goes on from there.
         checkpoint_seconds: How much work a crash of the server may cost; 0 writes a checkpoint after every round.
@@ -170,6 +171,7 @@ class AlignedStrategy:
         self.flower = FedAvg(**names)
         self._clients, self._device, self._train_config = clients, check_device(device), dict(train_config or {})
         self._per_round, self._on_round = clients_per_round, on_round
+        self._min_available = names.get("min_available_nodes", 0)  # else min_fraction says when there are enough
         self._make_federation = partial(
             make_federation, weights=weights, dropout=0.0, seed=seed, fast=fast, min_fraction=min_fraction
         )
@@ -187,7 +189,9 @@ class AlignedStrategy:
         if total is None:
             if not roster.wait(lambda: roster.partitions is not None):
                 if roster.complaint:
-                    raise GradalignError(f"no node can take part{roster.complaint}")
+                    raise GradalignError(
+                        f"no node can take part{roster.complaint} (an app must be made by gradalign.flower)"
+                    )
                 raise GradalignError(
                     f"no node told its num-partitions within {self.patience.connect_seconds:g} s; give clients=, or "
                     "start the nodes with --node-config 'partition-id=0 num-partitions=3'"
@@ -195,14 +199,15 @@ class AlignedStrategy:
             total = roster.partitions or 1
         clients = RemoteClients(total, roster.sizes)
         task = replace(_started_from(self.task, arrays), clients=clients, client_tests=None)
-        per_round = self._per_round or self._share(total, "train")
+        task = with_metrics(task, self.measure.metrics)
+        per_round = self._share(total, "train") if self._per_round is None else self._per_round
         return self._make_federation(task, self.algorithm, self.local, per_round=per_round, rounds=rounds)
 
     def _share(self, total: int, phase: str) -> int:
         """Return how many of all clients take part in a phase, by Flower's rule."""
         fraction, least = getattr(self.flower, f"fraction_{phase}"), getattr(self.flower, f"min_{phase}_nodes")
-        if not 0.0 <= fraction <= 1.0:
-            raise GradalignError(f"fraction_{phase} must be from 0 to 1, got {fraction:g}")
+        if not 0.0 <= fraction <= 1.0 or (phase == "train" and not fraction):
+            raise GradalignError(f"fraction_{phase} must be from 0 to 1, got {fraction:g}, and nobody trains with 0")
         if least > max(total, 2):  # two is Flower's default, also where there is one client
             raise GradalignError(f"min_{phase}_nodes is {least}, but there are {total} clients")
         return int(min(total, max(int(total * fraction), least)))
@@ -236,11 +241,12 @@ class AlignedStrategy:
             patience = replace(patience, gradient_seconds=float(timeout), train_seconds=float(timeout))
         roster = Roster(grid, patience)
         federation = self.federation(roster, num_rounds, initial_arrays)
-        total, needed = len(federation.task.clients), self.flower.min_available_nodes
-        if needed > max(total, 2):
+        total, needed = len(federation.task.clients), self._min_available
+        if needed > total:
             raise GradalignError(f"min_available_nodes is {needed}, but there are {total} clients")
-        if not roster.wait(lambda: roster.connected >= min(needed, total)):
-            logger.warning("after %g s, %d of %d nodes are there", patience.connect_seconds, roster.connected, needed)
+        if needed and not roster.wait(lambda: roster.connected >= needed):
+            waited = f"after {patience.connect_seconds:g} s"
+            raise GradalignError(f"min_available_nodes is {needed}, and {waited} {roster.connected} are connected")
         engine = FlowerEngine(
             federation,
             roster,
@@ -252,8 +258,6 @@ class AlignedStrategy:
         )
         evaluating = self._share(total, "evaluate")
         engine.hearing = hearing = Hearing(engine, self.flower, evaluating, evaluate_fn)
-        if federation.by_examples:
-            roster.locate(range(total), total)
         logger.info("%s on %d clients, %d rounds", self.algorithm.label, total, num_rounds)
         spec = {"rounds": num_rounds, **describe(federation, self.measure)}
         done = conduct(

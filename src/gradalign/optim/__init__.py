@@ -23,7 +23,9 @@ from gradalign.algorithms import LargeBatchGradAlign
 from gradalign.algorithms.schedule import as_plain, from_plain
 from gradalign.errors import GradalignError
 from gradalign.optim.closures import ClosureStep
-from gradalign.optim.ranks import forget_derived_values, positive_weight
+from gradalign.optim.gradients import forget_derived_values
+from gradalign.optim.lightning_wrapper import complete, is_lightnings
+from gradalign.optim.ranks import positive_weight
 from gradalign.optim.two_pass_steps import TwoPassSteps
 
 __all__ = ["GradAlign"]
@@ -84,8 +86,9 @@ class GradAlign(TwoPassSteps):
         memory: "full" holds n + 1 gradient-sized vectors for n parts. "low" holds three and computes every part's
             first gradient twice. ``displace()`` and ``step()`` always work as "full".
         same_randomness: Give both passes of a part the same random numbers of torch: dropout draws the same masks.
-        model: The model, needed when it is wrapped in DistributedDataParallel or compiled. Its buffers (batch-norm
-            statistics) are updated by the first pass only; without ``model`` they are found while it runs.
+        model: The model, needed when it is wrapped in DistributedDataParallel, compiled or sharded by ``fully_shard``.
+            Its buffers (batch-norm statistics) are updated by the first pass only; without ``model`` they are found
+            while it runs.
         process_group: The ranks to align; the default group when torch.distributed is initialised.
         overlap: Let DistributedDataParallel average the second pass, bucket by bucket while it computes, instead of
             one flat all-reduce after it. Needs ``model``.
@@ -114,6 +117,12 @@ class GradAlign(TwoPassSteps):
                     raise GradalignError(f"{text} LargeBatchGradAlign(beta=0.1)") from None
                 raise GradalignError(f"GradAlign(optimizer, beta=0.1, ...): {error}") from None
             return super().__new__(cls)
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Complete the class that Lightning makes of its own wrapper and this one."""
+        super().__init_subclass__(**given)
+        if is_lightnings(cls):
+            complete(cls, GradAlign)
 
     def align(
         self,
@@ -147,8 +156,7 @@ class GradAlign(TwoPassSteps):
             work.low_memory(self.beta_now)
         else:
             work.stored(self.beta_now)
-        self._ready()
-        return work.loss
+        return self._ready(work.loss)
 
     def step(  # type: ignore[override]
         self,
@@ -168,12 +176,15 @@ class GradAlign(TwoPassSteps):
         state stay as they are.
         """
         loss = None
+        if self._closure_of_trainer and closure is not None:
+            loss = closure()
+            closure = None
         if closure is not None:
             loss = self.align(closure, *batch, parts=parts, weights=weights)
         elif batch or parts is not None or weights is not None:
             raise GradalignError("step() was given parts but no closure")
         elif self._finite is None:
-            self._finish()
+            self.finish()
         else:  # by align() or clip_grad_norm_(), which came before GradScaler told its scale
             self._refuse_unknown_scale()
             self._unscale()
@@ -192,17 +203,20 @@ class GradAlign(TwoPassSteps):
 
         Comes after the last backward and before ``step()``. It is the mean over all parts and ranks that is clipped.
         """
-        if self._finite is None:
-            self._finish()
+        self.finish()
         return nn.utils.clip_grad_norm_(self.trained_parameters(), max_norm, norm_type)
 
-    def _refuse_half_step(self, call: str) -> None:
-        if self._passes is not None or self._finite is not None:
+    def _refuse_half_step(self, call: str, *, collected: bool = False) -> None:
+        half = self._passes is not None and (self._passes.second or not collected)
+        if half or self._finite is not None:
             raise GradalignError(f"{call} came in the middle of a step; call step() first, or restore() to give it up")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state dict, with GradAlign's own under "gradalign"."""
-        self._refuse_half_step("state_dict()")
+        """Return the wrapped optimizer's state dict, with GradAlign's own under "gradalign".
+
+        Gradients that were collected for the next step are no part of it, as ``.grad`` is none of any optimizer's.
+        """
+        self._refuse_half_step("state_dict()", collected=True)
         previous = None if self._previous is None else [self._previous.get(p) for p in self.all_parameters()]
         own = {"beta": as_plain(self.beta), "steps": self.steps, "skipped_steps": self.skipped_steps}
         return {**self.optimizer.state_dict(), STATE: own | {"previous": previous}}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import Gradients, all_finite, displaced, put_gradients, take_gradients
+from gradalign.optim.gradients import Gradients, add_gradients, displaced, put_gradients, take_gradients
 from gradalign.optim.two_passes import RandomState, TwoPasses, random_state
 from gradalign.optim.wrapper import OptimizerWrapper
 
@@ -33,13 +33,14 @@ class ClosureStep:
     def __init__(
         self, wrapper: OptimizerWrapper, closure: Callable[..., Any], parts: list[tuple[Any, ...]], weights: list[float]
     ) -> None:
-        self.closure, self.parts, self.weights = closure, parts, weights
+        self.closure, self.parts = closure, parts
         self.parameters, self.overlap = wrapper.trained_parameters(), wrapper.overlap
         self.ranks, self.watch, self.model = wrapper._ranks, wrapper._watch, wrapper._parallel
         self.passes = TwoPasses(self.parameters, wrapper._buffers, wrapper.same_randomness)
-        self.weight = self.all_weight = sum(weights)
+        self.weights, self.scales = self.ranks.spread(weights, self.passes.device)
+        self.weight = self.all_weight = sum(self.weights)
         # loss / n and not loss · (1/n): the bits of the usual loop that accumulates gradients.
-        self.divisors = [self.weight / w for w in weights]
+        self.divisors = [self.weight / w for w in self.weights]
         self.loss: Tensor | None = None
         take_gradients(self.parameters)
 
@@ -62,7 +63,9 @@ class ClosureStep:
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 kind = type(loss).__name__ if not isinstance(loss, Tensor) else f"a tensor of shape {tuple(loss.shape)}"
                 raise GradalignError(f"the closure must return the loss as a scalar tensor with a graph, got {kind}")
+            loss = loss if self.scales[index] == 1.0 else loss * self.scales[index]
             (loss if divisor == 1.0 else loss / divisor).backward()
+        self.ranks.gather_anew()
         return loss.detach().reshape(())
 
     def _first(self, index: int, divisor: float, *, synchronised: bool = False) -> RandomState:
@@ -123,10 +126,13 @@ class ClosureStep:
     def stored(self, beta: float) -> None:
         """Fill ``.grad`` with the mean of the displaced gradients: two passes, n + 1 vectors."""
         passes = self.passes
+        mean: Gradients = [None] * len(self.parameters)
         for i, weight in enumerate(self.weights):
             passes.collect(weight, self._first(i, 1.0))
-        mean = self._reduce(passes.local_mean(), with_loss=True)
-        if not all_finite(mean):
+            # Added at once, while it is in the cache.
+            add_gradients(mean, passes.parts[i].vectors, weight / self.weight, in_place=False)
+        mean = self._reduce(mean, with_loss=True)
+        if self.ranks.lost(mean):
             put_gradients(self.parameters, mean)
             return
         passes.aim(beta, mean)
@@ -144,7 +150,7 @@ class ClosureStep:
         """The same with three vectors and three passes: ḡ first, then both gradients of each part in turn."""
         states = [self._first(i, divisor) for i, divisor in enumerate(self.divisors)]
         mean = self._reduce(take_gradients(self.parameters), with_loss=True)
-        if not all_finite(mean):
+        if self.ranks.lost(mean):
             put_gradients(self.parameters, mean)
             return
         with self.passes.second_passes():
@@ -160,7 +166,7 @@ class ClosureStep:
         for i in range(len(self.parts)):
             before = random_state(self.passes.device)
             own = self._apart(partial(self._first, i, 1.0))
-            nonfinite = not all_finite(own)
+            nonfinite = self.ranks.lost(own)
             if self.overlap:  # the averaging of the second pass is DDP's: all must make it, or nobody
                 nonfinite = self._tell(lost=nonfinite)
             if nonfinite:

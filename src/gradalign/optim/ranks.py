@@ -1,95 +1,20 @@
-"""Lists of gradients, one entry per parameter: taken, put and added here, and averaged over the ranks of a job.
-
-Whoever changes the parameters' values also makes torch forget what it derived from the old ones.
-"""
+"""The ranks of a job: where they begin, and what they tell each other in a step."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from gradalign.errors import GradalignError
-
-Gradients = list[Tensor | None]
-"""One entry per parameter; None where the parameter took no part in the loss, as in torch."""
-
-
-def forget_derived_values() -> None:
-    """Drop what torch derived from the parameters and remembers: forwards would go on with the old point's values."""
-    torch.clear_autocast_cache()  # the weights' 16-bit copies
-    cached: dict[tuple[int, str], Tensor | None] = getattr(parametrize, "_cache", {})
-    cached.clear()  # inside parametrize.cached(): the weights that parametrizations gave
-
-
-def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
-    for p in parameters:
-        if p.grad is not None and p.grad.layout is not torch.strided:
-            raise GradalignError(
-                f"GradAlign needs dense gradients, got a {p.grad.layout} one for a parameter of shape "
-                f"{tuple(p.shape)}; make its layer with sparse=False"
-            )
-    taken = [p.grad for p in parameters]
-    put_gradients(parameters, [None] * len(parameters))
-    return taken
-
-
-def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-    for p, g in zip(parameters, gradients, strict=True):
-        p.grad = g
-
-
-def add_gradients(total: Gradients, more: Gradients, share: float, *, in_place: bool) -> None:
-    """Add share · more to the total; ``in_place`` uses up the memory of ``more`` where the total has none yet."""
-    for j, (so_far, g) in enumerate(zip(total, more, strict=True)):
-        if so_far is not None and g is not None:
-            so_far.add_(g, alpha=share)
-        elif g is not None:
-            total[j] = g.mul_(share) if in_place else g * share
-
-
-def all_finite(gradients: Gradients) -> bool:
-    """Return whether no gradient holds NaN or infinity, with one wait for the device."""
-    checks = [torch.isfinite(g).all() for g in gradients if g is not None]
-    return bool(torch.stack(checks).all()) if checks else True
-
-
-@torch.no_grad()
-def put_values(parameters: Sequence[nn.Parameter], values: Gradients) -> None:
-    for p, value in zip(parameters, values, strict=True):
-        if value is not None:
-            p.copy_(value)
-    forget_derived_values()
-
-
-@torch.no_grad()
-def _displace(p: nn.Parameter, mean: Tensor | None, own: Tensor | None, beta: float) -> Tensor | None:
-    """Move a parameter to x − β(ḡ − g_i) and return x in the memory of g_i; None where it stays at x."""
-    if mean is None:
-        return None
-    point = torch.sub(p, mean, alpha=beta) if own is None else torch.add(p, own.sub_(mean), alpha=beta, out=own)
-    x = p.detach().clone()
-    p.copy_(point)
-    return point.copy_(x)
-
-
-@contextmanager
-def displaced(parameters: Sequence[nn.Parameter], mean: Gradients, own: Gradients, beta: float) -> Iterator[None]:
-    """Be at x − β(ḡ − g_i) in this block, and back at x, to the bit, after it; the memory of ``own`` is used up."""
-    home = [_displace(p, m, g, beta) for p, m, g in zip(parameters, mean, own, strict=True)]
-    forget_derived_values()
-    try:
-        yield
-    finally:
-        put_values(parameters, home)
+from gradalign.optim.gradients import Gradients, all_finite
+from gradalign.optim.shards import gathering_modules
 
 
 class Ranks:
@@ -99,6 +24,8 @@ class Ranks:
     Without one, or with a single rank, everything here is a no-op and costs nothing.
     """
 
+    sharded = False
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         # The group that this process has shared its parameters with, and how many they were.
@@ -106,7 +33,7 @@ class Ranks:
         self._shared = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_group": self._group, "_met": None, "_shared": 0}  # a copy, elsewhere, has met nobody
+        return self.__dict__ | {"_met": None, "_shared": 0}  # a copy, elsewhere, has met nobody
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -158,6 +85,25 @@ class Ranks:
         dist.all_reduce(flat, group=self.group)
         return list(flat.tolist())
 
+    def spread(self, weights: list[float], device: torch.device) -> tuple[list[float], list[float]]:
+        """Return the parts' weights, and what each part's loss is multiplied with on this rank."""
+        return weights, [1.0] * len(weights)
+
+    def unequal(self, weights: list[float], device: torch.device) -> str:
+        """Return what is wrong when ranks weigh the same part differently; here a part is on one rank."""
+        return ""
+
+    def lost(self, gradients: Gradients) -> bool:
+        """Return whether the step must end here, as ḡ is not finite on any rank."""
+        return not all_finite(gradients)
+
+    def agree(self, finite: bool, loss: Tensor | None, device: torch.device) -> tuple[bool, Tensor | None]:
+        """Return whether all ranks' gradients are finite, and their mean loss; here all have the same already."""
+        return finite, loss
+
+    def gather_anew(self) -> None:
+        """Let the next forward see what is written to the parameters from now on."""
+
     @torch.no_grad()
     def mean(
         self, parameters: Sequence[nn.Parameter], gradients: Gradients, weight: float, loss: Tensor | None
@@ -195,6 +141,69 @@ class Ranks:
             for p, piece, mark in zip(parameters, cut, marks, strict=True)
         ]
         return means, None if loss is None else flat[-2].clone(), total
+
+
+class ShardedRanks(Ranks):
+    """Ranks that hold shards of the same parameters: a part spans them all, and none is a part of its own.
+
+    Gradients arrive as means over the ranks, so what is left to be said is small: what the parts weigh, and whether
+    some rank's shards are not finite.
+    """
+
+    sharded = True
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._modules, self._lost = gathering_modules(model), False
+
+    @property
+    def size(self) -> int:
+        """One, as nothing is to be averaged."""
+        return 1
+
+    def _sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        flat = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.all_reduce(flat, group=self.group)
+        return list(flat.tolist())
+
+    def spread(self, weights: list[float], device: torch.device) -> tuple[list[float], list[float]]:
+        """Weigh parts by what all ranks have of them; a rank's loss counts by what it has, times the ranks."""
+        size = dist.get_world_size(self.group)
+        counts = self._sums([float(len(weights)), float(len(weights)) ** 2], device)
+        if size * counts[1] != counts[0] ** 2:
+            raise GradalignError(
+                "with fully_shard a part spans all ranks, so all need the same number of parts; give every rank at "
+                "least as many examples as parts, or leave such a batch out on all"
+            )
+        totals = self._sums(weights, device)
+        return totals, [size * own / total for own, total in zip(weights, totals, strict=True)]
+
+    def unequal(self, weights: list[float], device: torch.device) -> str:
+        """Compare the weights; fully_shard took the plain mean over the ranks already."""
+        size, marks = dist.get_world_size(self.group), [w * (j + 1) for j, w in enumerate(weights)]
+        sums = self._sums([sum(marks), sum(marks) ** 2], device)
+        if math.isclose(size * sums[1], sums[0] ** 2, rel_tol=1e-12):
+            return ""
+        return (
+            "with fully_shard a part spans all ranks, which count alike in its gradient: give collect() the same "
+            "weight on all of them, or use step(loss_fn, inputs, targets, parts=8), which weighs the losses"
+        )
+
+    def lost(self, gradients: Gradients) -> bool:
+        """Remember what is not finite here; the others hear of it at the end of the step, which all must reach."""
+        self._lost = self._lost or not all_finite(gradients)
+        return False
+
+    def agree(self, finite: bool, loss: Tensor | None, device: torch.device) -> tuple[bool, Tensor | None]:
+        own = 0.0 if loss is None else float(loss)
+        lost, losses = self._sums([float(self._lost or not finite), own], device)
+        self._lost = False
+        mean = losses / dist.get_world_size(self.group)
+        return lost == 0.0, None if loss is None else torch.full_like(loss, mean)
+
+    def gather_anew(self) -> None:
+        for module in self._modules:
+            module.reshard()
 
 
 def positive_weight(weight: Any, what: str) -> float:

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import Gradients, all_finite, positive_weight, put_gradients, take_gradients
-from gradalign.optim.two_passes import LastPart, PlainGradient, TwoPasses, random_state
+from gradalign.optim.gradients import Gradients, all_finite, put_gradients, take_gradients
+from gradalign.optim.pending import LastPart, PlainGradient
+from gradalign.optim.ranks import positive_weight
+from gradalign.optim.shards import held_values
+from gradalign.optim.two_passes import TwoPasses, random_state
 from gradalign.optim.wrapper import OptimizerWrapper
 
 
@@ -34,12 +37,19 @@ class TwoPassSteps(OptimizerWrapper):
         parameters = self.trained_parameters()
         self._random = random_state(parameters[0].device) if parameters else None
 
-    def collect(self, weight: float = 1.0) -> None:
+    def collect(self, weight: float | None = None, *, scale: float | None = None) -> None:
         """Take what lies in ``.grad`` as the gradient of one part, after that part's first backward.
 
         For several parts in one process, and for a weight; a single part is collected by ``displace``.
+
+        Args:
+            weight: What the part counts beside the others, such as its number of examples; 1 when left out.
+            scale: What the part's loss is multiplied with before backward, in both passes: 1/n in a loop that
+                accumulates so. Without a weight, parts then count by their scales, and the step's gradient is the sum
+                that the loop would have accumulated.
         """
-        weight = positive_weight(weight, "the weight of a part")
+        scale = None if scale is None else positive_weight(scale, "the scale of a part's loss")
+        weight = None if weight is None else positive_weight(weight, "the weight of a part")
         if self._finite is not None or (self._passes is not None and self._passes.second):
             raise GradalignError("collect() belongs to the first pass; call step() or restore() before the next one")
         if self._watch.averages and self._ranks.size > 1:
@@ -47,13 +57,16 @@ class TwoPassSteps(OptimizerWrapper):
                 "DistributedDataParallel averaged this part over the ranks before collect() could weigh it; put the "
                 "first forward and backward inside model.no_sync()"
             )
-        self._collect(weight)
+        self._collect(weight, scale)
 
-    def _collect(self, weight: float) -> TwoPasses:
+    def _collect(self, weight: float | None = None, scale: float | None = None) -> TwoPasses:
         if self._passes is None:
             self._meet_ranks(after_a_pass=True)
             self._passes = TwoPasses(self.trained_parameters(), self._buffers, self.same_randomness)
-        self._passes.collect(weight, self._random or random_state(self._passes.device))
+        self._ranks.gather_anew()
+        counts = (scale or 1.0) if weight is None else weight
+        random = self._random or random_state(self._passes.device)
+        self._passes.collect(counts, random, scale or 1.0, accumulating=weight is None and scale is not None)
         self._mark_random()
         return self._passes
 
@@ -75,13 +88,14 @@ class TwoPassSteps(OptimizerWrapper):
             raise GradalignError("the step is prepared already; call step() before the next displace()")
         passes = self._passes
         if passes is None or not passes.parts:
-            passes = self._collect(1.0)
+            passes = self._collect()
         if passes.staying:
             return False
         if not passes.displaced:
             return self._begin(passes, self._unscale_first_pass(passes, scaler))
         if passes.visited == len(passes.parts):
             raise GradalignError("every part was displaced already; call step(), or restore() to give the step up")
+        self._ranks.gather_anew()
         if not passes.gather():
             self._give_up("displace() came for the next part without a second backward for the one before")
         self._visit(passes)
@@ -89,6 +103,9 @@ class TwoPassSteps(OptimizerWrapper):
 
     def _begin(self, passes: TwoPasses, scale: float) -> bool:
         """Find ḡ and go to the first displaced point, or stay when this step has none."""
+        problem = self._ranks.unequal([part.weight for part in passes.parts], passes.device)
+        if problem:
+            self._give_up(problem)
         if not self.aligning or self._alone(len(passes.parts)):
             return self._stay(passes, self._first_mean(passes), scale)
         if self.overlap and len(passes.parts) > 1:
@@ -96,9 +113,9 @@ class TwoPassSteps(OptimizerWrapper):
         mean = self._take_previous(passes.parameters)
         if mean is None:
             mean = self._first_mean(passes)
-            lost = not all_finite(mean)
+            lost = self._ranks.lost(mean)
         else:
-            lost = not all(all_finite(part.vectors) for part in passes.parts)
+            lost = any(self._ranks.lost(part.vectors) for part in passes.parts)
             if self.overlap:  # the averaging of the second pass is DDP's: all must make it, or nobody
                 anywhere, self._all_weight = self._ranks.sums([float(lost), passes.weight], passes.device)
                 lost = anywhere > 0.0
@@ -130,12 +147,15 @@ class TwoPassSteps(OptimizerWrapper):
     def _first_mean(self, passes: TwoPasses) -> Gradients:
         return self._mean(passes.parameters, passes.local_mean(), passes.weight)
 
-    def _stay(self, passes: TwoPasses, gradients: Gradients, scale: float) -> bool:
+    def _summed(self, passes: TwoPasses, mean: Gradients, scale: float = 1.0) -> Gradients:
+        """Return the mean, times a scale; of scaled losses, the sum that their loop accumulates, in the ranks' mean."""
+        scale *= self._all_weight / self._ranks.size if passes.accumulating else 1.0
+        return mean if scale == 1.0 else [None if g is None else g.mul_(scale) for g in mean]
+
+    def _stay(self, passes: TwoPasses, mean: Gradients, scale: float) -> bool:
         """Put the step's gradient, scaled as the user's own would be, into ``.grad`` for the rest of the step."""
         passes.stay()
-        if scale != 1.0:
-            gradients = [None if g is None else g.mul_(scale) for g in gradients]
-        self._pending = PlainGradient(passes.parameters, gradients)
+        self._pending = PlainGradient(passes.parameters, self._summed(passes, mean, scale))
         return False
 
     def _visit(self, passes: TwoPasses) -> None:
@@ -144,7 +164,7 @@ class TwoPassSteps(OptimizerWrapper):
         if passes.visited == len(passes.parts):
             # DDP takes the plain mean over ranks: what it averages is weighted before.
             whole = self._all_weight / self._ranks.size if self.overlap else passes.weight
-            self._pending = LastPart(passes.parameters, passes.total, passes.parts[-1].weight / whole)
+            self._pending = LastPart(passes.parameters, passes.total, passes.share(passes.parts[-1], whole))
 
     def _unscale_first_pass(self, passes: TwoPasses, scaler: GradScaler | None) -> float:
         self._scaled = scaler is not None and scaler.is_enabled()
@@ -185,8 +205,13 @@ class TwoPassSteps(OptimizerWrapper):
         self.restore()
         raise GradalignError(problem)
 
-    def _finish(self) -> None:
-        """End the passes: back to x, and the step's gradient in ``.grad``."""
+    def finish(self) -> None:
+        """End the passes: the parameters are back at x, the step's gradient, the mean over all ranks, is in ``.grad``.
+
+        ``step()`` does it where it was not done. In between is the place for clipping or a look at the gradient.
+        """
+        if self._finite is not None:
+            return
         if self._passes is not None and self._passes.second:
             self._end_second_pass(self._passes)
         else:
@@ -204,7 +229,7 @@ class TwoPassSteps(OptimizerWrapper):
         if passes is not None:
             take_gradients(parameters)
             self._refuse_unknown_scale()
-            put_gradients(parameters, self._first_mean(passes))
+            put_gradients(parameters, self._summed(passes, self._first_mean(passes)))
             return
         self._meet_ranks(after_a_pass=True)
         self._unscale()
@@ -214,6 +239,7 @@ class TwoPassSteps(OptimizerWrapper):
     def _end_second_pass(self, passes: TwoPasses) -> None:
         pending, averaged = self._pending, self._watch.averages
         self._watch.stop()
+        self._ranks.gather_anew()
         if passes.displaced and all(p.grad is None for p in passes.parameters):
             self._give_up("step() came after displace() without a second backward")
         if pending is None:
@@ -231,13 +257,15 @@ class TwoPassSteps(OptimizerWrapper):
                     "forward and backward outside model.no_sync(), or leave out overlap=True"
                 )
             gradients = take_gradients(passes.parameters)
-            weight = 1.0 if self.overlap else passes.weight  # with overlap they are weighted already, for DDP's mean
+            # With overlap they are weighted already, for DDP's mean; scaled ones count as they are.
+            weight = 1.0 if self.overlap or passes.accumulating else passes.weight
             put_gradients(passes.parameters, self._mean(passes.parameters, gradients, weight))
-        if changed and (own or (self.reuse and not self.overlap)):  # with overlap it is DDP that writes there
+        early = own or (self._ranks.sharded and not passes.staying) or (self.reuse and not self.overlap)
+        if changed and early:  # with overlap it is DDP that writes there
             self._warn_once(
                 "the gradients were changed between the last backward and step(), where they are not yet the mean "
-                "over all ranks, or not what reuse should keep; clip them with the optimizer's own clip_grad_norm_(), "
-                "and keep DistributedDataParallel from averaging them with model.no_sync()"
+                "over all parts and ranks, or not what reuse should keep; clip them with the optimizer's own "
+                "clip_grad_norm_(), and keep DistributedDataParallel from averaging them with model.no_sync()"
             )
 
     def _refuse_unknown_scale(self) -> None:
@@ -253,12 +281,17 @@ class TwoPassSteps(OptimizerWrapper):
                 if p.grad is not None:
                     p.grad.div_(scale.to(p.grad.device))
 
-    def _ready(self) -> None:
+    def _ready(self, loss: Tensor | None = None) -> Tensor | None:
+        """Find out whether to take the step, and keep what the next one needs; return the mean loss of all ranks."""
         parameters = self.trained_parameters()
-        self._finite = all_finite([p.grad for p in parameters])
+        gradients = {p: held_values(p.grad) for p in parameters if p.grad is not None}
+        finite = all_finite(list(gradients.values()))
+        self._finite, loss = self._ranks.agree(
+            finite, loss, parameters[0].device if parameters else torch.device("cpu")
+        )
         if self.reuse:
-            previous = {p: p.grad.detach().clone() for p in parameters if p.grad is not None}
-            self._previous = previous if self._finite else None
+            self._previous = {p: g.clone() for p, g in gradients.items()} if self._finite else None
+        return loss
 
     def _take_previous(self, parameters: Sequence[nn.Parameter]) -> Gradients | None:
         """Return the ḡ of the step before, to be used up."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import Gradients, add_gradients, forget_derived_values, put_values, take_gradients
+from gradalign.optim.gradients import Gradients, add_gradients, forget_derived_values, put_values, take_gradients
+from gradalign.optim.shards import held_values
 
 RandomState = tuple[Tensor, Tensor | None]
 
@@ -75,6 +75,8 @@ class Part:
     vectors: Gradients
     weight: float
     random: RandomState
+    scale: float
+    """What the part's losses are multiplied with before backward."""
 
 
 class TwoPasses:
@@ -90,6 +92,7 @@ class TwoPasses:
         self.parameters, self.device = parameters, parameters[0].device
         self.parts: list[Part] = []
         self.visited = 0
+        self.accumulating = False  # whether the step's gradient is the sum of scaled ones, not the parts' mean
         self.staying = False  # whether this is a plain step: second passes are made at x, if at all, and add nothing
         self.nonfinite = False  # whether this rank's gradient is not finite and the other ranks do not know it yet
         self.total: Gradients = [None] * len(parameters)  # of what was gathered, each times its share
@@ -111,8 +114,13 @@ class TwoPasses:
         """Whether the first passes are over."""
         return self.displaced or self.staying
 
-    def collect(self, weight: float, random: RandomState) -> None:
-        self.parts.append(Part(take_gradients(self.parameters), weight, random))
+    @torch.no_grad()
+    def collect(self, weight: float, random: RandomState, scale: float = 1.0, *, accumulating: bool = False) -> None:
+        self.accumulating = accumulating
+        vectors = take_gradients(self.parameters)
+        if scale != 1.0:
+            vectors = [None if g is None else g.div_(scale) for g in vectors]
+        self.parts.append(Part(vectors, weight, random, scale))
 
     def local_mean(self) -> Gradients:
         """Return the weighted mean of this process's parts as new tensors."""
@@ -129,7 +137,7 @@ class TwoPasses:
             part.vectors = [None if m is None else -m if g is None else g.sub_(m) for g, m in pairs]
         for p, memory in zip(self.parameters, mean, strict=True):
             if memory is not None:
-                memory.copy_(p.detach())
+                memory.copy_(held_values(p))
         self._home, self._beta = mean, beta
 
     def stay(self) -> None:
@@ -165,7 +173,7 @@ class TwoPasses:
         self.visited += 1
         for p, x, distance in zip(self.parameters, self._home or (), part.vectors, strict=True):
             if x is not None and distance is not None:
-                torch.add(x, distance, alpha=self._beta, out=p)  # one walk through memory
+                torch.add(x, distance, alpha=self._beta, out=held_values(p))  # one walk through memory
         forget_derived_values()
         part.vectors = []
         self.set_random(part.random)
@@ -174,9 +182,14 @@ class TwoPasses:
         """Add the gradient of the point just visited to the total; return whether there was one."""
         if self.visited == 0 or all(p.grad is None for p in self.parameters):
             return False
-        share = self.parts[self.visited - 1].weight / self.weight
-        add_gradients(self.total, take_gradients(self.parameters), share, in_place=True)
+        add_gradients(
+            self.total, take_gradients(self.parameters), self.share(self.parts[self.visited - 1]), in_place=True
+        )
         return True
+
+    def share(self, part: Part, whole: float | None = None) -> float:
+        """Return what a part's second gradient counts, as it comes from backward."""
+        return 1.0 if self.accumulating else part.weight / (self.weight if whole is None else whole) / part.scale
 
     def go_home(self) -> None:
         """Put back x to the bit, the buffers, and the generators as they were after the first passes."""
@@ -186,98 +199,3 @@ class TwoPasses:
         self._buffers.stop()
         self.set_random(self._after)
         self._after = None
-
-
-class PendingGradient:
-    """The step's gradient between the second passes and ``step()``: it lies complete in ``.grad``, where users clip it.
-
-    Gradients are changed on their way into ``.grad`` by hooks, so that it does not matter how often a part's backward
-    is called, nor whether someone cleared ``.grad`` before it.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self._noted: dict[Tensor, tuple[int, int]] = {}
-        self._handles = [p.register_hook(partial(self._arrive, p)) for p in parameters]
-        self._handles += [p.register_post_accumulate_grad_hook(self._note) for p in parameters]
-
-    def _arrive(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        raise NotImplementedError  # what is to be added to .grad in the place of this gradient
-
-    def _note(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._noted[parameter] = id(parameter.grad), parameter.grad._version
-
-    def changed(self, allowed: int) -> bool:
-        """Return whether ``.grad`` was written to, more often than allowed, since the last backward."""
-        return any(
-            p.grad is not None and (id(p.grad) != name or p.grad._version > version + allowed)
-            for p, (name, version) in self._noted.items()
-        )
-
-    def close(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-
-class LastPart(PendingGradient):
-    """Adds the last part's gradient, times its share, to the sum of the parts before."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], so_far: Gradients, share: float) -> None:
-        super().__init__(parameters)
-        self._share = share
-        self._waiting = {p: g for p, g in zip(parameters, so_far, strict=True) if g is not None}
-        self._arrived: set[nn.Parameter] = set()
-
-    @torch.no_grad()
-    def _arrive(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        self._arrived.add(parameter)
-        rest = self._waiting.pop(parameter, None)
-        if rest is not None:
-            return rest.add_(gradient, alpha=self._share)
-        return gradient if self._share == 1.0 else gradient * self._share
-
-    def _note(self, parameter: Tensor) -> None:
-        super()._note(parameter)
-        # Parameters that only other parts used may never be reached by this backward.
-        for p in [p for p in self._waiting if p.grad is None]:
-            p.grad = self._waiting.pop(p)
-            self._arrived.add(p)
-            super()._note(p)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Let go; weigh and add where a gradient was put by hand, past the hooks."""
-        self.close()
-        for p in self.parameters:
-            if p.grad is not None and p not in self._arrived:
-                p.grad.mul_(self._share)
-        for p, rest in self._waiting.items():
-            p.grad = rest if p.grad is None else rest.add_(p.grad)
-
-
-class PlainGradient(PendingGradient):
-    """The gradient of a step that has no displaced points: second passes, if they are made, add nothing to it."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-        super().__init__(parameters)
-        self._gradients = dict(zip(parameters, gradients, strict=True))
-        self.put()
-
-    def put(self) -> None:
-        """Make it ``.grad``, again when someone cleared that."""
-        for p, own in self._gradients.items():
-            p.grad = own
-            self._note(p)
-
-    @torch.no_grad()
-    def _arrive(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        own = self._gradients[parameter]
-        return torch.zeros_like(gradient) if own is None or parameter.grad is not None else own
-
-    def finish(self) -> None:
-        """Let go; what was cleared or came where nothing belongs is put right."""
-        self.close()
-        for p, own in self._gradients.items():
-            if own is None or p.grad is None:
-                p.grad = own

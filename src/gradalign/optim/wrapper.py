@@ -16,22 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.errors import GradalignError
-from gradalign.optim.ranks import Ranks, forget_derived_values
-from gradalign.optim.two_passes import FrozenBuffers, LastPart, PlainGradient, RandomState, TwoPasses
-
-
-def refuse_sharded(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters of which a rank holds a shard only: a shard is no point to start from, nor one to displace."""
-    for p in parameters:
-        if getattr(p, "_fsdp_flattened", False):
-            kind = "parameters sharded by FullyShardedDataParallel"
-        elif hasattr(type(p), "placements"):  # a DTensor, told without importing its module
-            kind = "DTensor parameters (fully_shard or tensor parallel)"
-        else:
-            continue
-        raise GradalignError(
-            f"GradAlign needs whole parameters on every rank, got {kind}; use DistributedDataParallel, or no wrapper"
-        )
+from gradalign.optim.gradients import forget_derived_values
+from gradalign.optim.pending import LastPart, PlainGradient
+from gradalign.optim.ranks import Ranks, ShardedRanks
+from gradalign.optim.shards import are_shards
+from gradalign.optim.two_passes import FrozenBuffers, RandomState, TwoPasses
 
 
 class DdpWatch:
@@ -111,14 +100,15 @@ class OptimizerWrapper(Optimizer):
         if isinstance(optimizer, LBFGS | OptimizerWrapper):
             raise GradalignError(f"GradAlign cannot wrap {type(optimizer).__name__}; give SGD, Adam or the like")
         self.optimizer = optimizer
-        refuse_sharded(self.all_parameters() if model is None else [*self.all_parameters(), *model.parameters()])
+        sharded = are_shards(self.all_parameters(), model, process_group)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise GradalignError(f"every must be at least 1, a whole number of steps, got {every!r}")
         if reuse not in (None, "previous"):
             raise GradalignError(f'reuse must be "previous" or None, got {reuse!r}')
         if memory not in ("full", "low"):
             raise GradalignError(f'memory must be "full" or "low", got {memory!r}')
-        parallel = model if isinstance(model, DistributedDataParallel) else None
+        inside = getattr(model, "_orig_mod", model)  # of a compiled model
+        parallel = inside if isinstance(inside, DistributedDataParallel) else None
         if overlap and parallel is None:
             raise GradalignError("overlap=True needs model=..., a model wrapped in DistributedDataParallel")
         self.beta, self.every, self.reuse, self.memory = beta, every, reuse, memory
@@ -127,7 +117,8 @@ class OptimizerWrapper(Optimizer):
         self._model, self._parallel = model, parallel
         if process_group is None and parallel is not None and parallel.process_group is not dist.group.WORLD:
             process_group = parallel.process_group
-        self._ranks, self._buffers, self._watch = Ranks(process_group), FrozenBuffers(model), DdpWatch(model)
+        self._ranks = ShardedRanks(model, process_group) if sharded and model is not None else Ranks(process_group)
+        self._buffers, self._watch = FrozenBuffers(model), DdpWatch(model)
         self._previous: dict[nn.Parameter, Tensor] | None = None
         self._passes: TwoPasses | None = None
         self._pending: LastPart | PlainGradient | None = None
@@ -136,6 +127,8 @@ class OptimizerWrapper(Optimizer):
         self._finite: bool | None = None
         self._all_weight = 1.0
         self._told: set[str] = set()
+        self._several = False  # whether there ever were several parts
+        self._closure_of_trainer = False  # whether a closure given to step() is a trainer's, with its hooks
         self._meet_ranks()
 
     def __getattr__(self, name: str) -> Any:
@@ -184,7 +177,7 @@ class OptimizerWrapper(Optimizer):
         """Give the wrapped optimizer more parameters; all ranks take the first one's values."""
         self.optimizer.add_param_group(param_group)
         try:
-            refuse_sharded(self.param_groups[-1]["params"])
+            are_shards(self.all_parameters(), self._model, self._ranks.group)
         except GradalignError:
             self.param_groups.pop()
             raise
@@ -200,7 +193,7 @@ class OptimizerWrapper(Optimizer):
         parameters, strangers = self.all_parameters(), not self._ranks.met
         if not self._ranks.unshared(parameters):
             return
-        refuse_sharded(parameters)
+        are_shards(parameters, self._model, self._ranks.group)
         changed = self._ranks.share(parameters, [] if self._model is None else list(self._model.buffers()))
         forget_derived_values()
         steps, different = self._ranks.sums([float(self.steps), float(changed)], parameters[0].device)
@@ -220,10 +213,11 @@ class OptimizerWrapper(Optimizer):
     def _alone(self, parts: int, *, expected: bool = False) -> bool:
         """Whether there is a single part in all, which has nothing to be aligned with."""
         if parts * self._ranks.size > 1 or self.reuse:
+            self._several = True
             return False
-        if not expected:
+        if not (expected or self._several):  # what is left at the end of an epoch is nothing to warn of
             self._warn_once(
-                "GradAlign has one part and nothing to align it with, so its steps are plain; give several parts or "
-                "start several ranks"
+                "GradAlign has one part and nothing to align it with, so its steps are plain; give several parts"
+                + (", each of which spans all ranks" if self._ranks.sharded else " or start several ranks")
             )
         return True

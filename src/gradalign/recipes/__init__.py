@@ -1,18 +1,17 @@
-"""Recipes: experiments as TOML files, found, trusted, and with settings laid over them. The shipped ones lie here too.
+"""Recipes: experiments as TOML files, found, and with settings laid over them. The shipped ones lie here too.
 
 Imports nothing heavy: what checks and builds a recipe is loaded when one is.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradalign.errors import GradalignError, need, shown_text
-from gradalign.runs import COMPARISON, METRICS, SPEC, SWEEP
+from gradalign.errors import GradalignError, need
+from gradalign.importing import is_outside
 from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
 
 if TYPE_CHECKING:
@@ -28,7 +27,8 @@ class Recipe:
     """A recipe as plain data, before an algorithm is chosen.
 
     ``source`` is what to call it in messages, ``data`` the file's tables without [compare] and [sweep], ``changes`` the
-    command line's settings, which go over everything. ``tracking`` changes no number and so is not in the spec.
+    command line's settings, which go over everything. ``tracking`` and ``device`` are where a run happens, and so are
+    not in the spec.
     """
 
     source: str
@@ -37,6 +37,7 @@ class Recipe:
     sweep: SweepSpec
     changes: Mapping[str, Any]
     tracking: TrackingSpec
+    device: str = "cpu"
 
     def trackers(self) -> Trackers:
         """Return the trackers that the recipe asks for; one whose package is not installed says so."""
@@ -55,30 +56,57 @@ class Recipe:
         """
         from gradalign.recipes.scale import lay_settings
 
-        name = found(self.changes, "algorithm", "name")
-        data = self.data if name is None else _fitting(self.data, str(name))
-        return _checked(lay_settings(data, self.changes), self.source)
+        chosen = found(self.changes, "algorithm", "name")
+        name = self.own_name if chosen is None else str(chosen)
+        data = self._settled(self.data, name) if chosen is None else self._fitted(self.data, str(chosen), self.own_name)
+        return _checked(lay_settings(data, self._settled(self.changes, name)), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
 
         An entry is an algorithm's name, or any name whose [compare.settings] say which algorithm it is. Of the recipe's
-        own [algorithm] and [server] tables it takes what its algorithm has.
+        own [algorithm] table it takes what its algorithm has, of [server] what was written for its rule.
         """
         return _checked(self.tables_for(entry), f"{self.source} ({entry})", seed=seed)
 
     def tables_for(self, entry: str) -> dict[str, Any]:
-        """Return the tables of one entry of a comparison before they are scaled and checked."""
+        """Return the tables of one entry of a comparison, with its fair share of rounds, before they are scaled."""
+        from gradalign.recipes.fair import at_equal_communication
+
+        return at_equal_communication(self, entry)
+
+    def settings_of(self, entry: str) -> dict[str, Any]:
+        """Return the tables of one entry of a comparison with the recipe's rounds, or its own settings'."""
         from gradalign.recipes.scale import lay_over, lay_settings
 
         settings = self.compare.settings.get(entry, {})
         if not isinstance(settings.get("algorithm", {}), Mapping):
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
-        name = merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"]
-        data = merge(_fitting(self.data, name), {"algorithm": {"name": entry}})
-        data = lay_settings(lay_over(data, settings), _fitting(self.changes, name))
+        name = str(merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"])
+        data = merge(self._fitted(self.data, name, self.own_name), {"algorithm": {"name": entry}})
+        data = lay_settings(lay_over(data, self._settled(settings, name)), self._fitted(self.changes, name, name))
         data["algorithm"]["name"] = name
         return data
+
+    @property
+    def own_name(self) -> str | None:
+        """The name of the recipe's own algorithm, for whose rule its [server] is; None where it has none."""
+        name = found(self.data, "algorithm", "name")
+        return name if isinstance(name, str) else None
+
+    def _fitted(self, tables: Mapping[str, Any], name: str, written_for: str | None) -> dict[str, Any]:
+        """Return of tables what the named algorithm and its rule have; ``written_for`` is whose [server] it is."""
+        from gradalign.recipes.names import fitting
+
+        return self._settled(fitting(tables, name, written_for), name)
+
+    def _settled(self, tables: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+        """Return tables with the named rule's ``[server.RULE]`` in [server], and no other's."""
+        from gradalign.recipes.names import settle_server
+
+        entries = {entry: found(self.compare.settings, entry, "algorithm", "name") for entry in self.compare.algorithms}
+        mentioned = [str(named or entry) for entry, named in entries.items()] + [self.own_name or ""]
+        return settle_server(tables, name, filter(is_outside, mentioned))
 
 
 def _checked(tables: Mapping[str, Any], source: str, **more: Any) -> Spec:
@@ -89,33 +117,6 @@ def _checked(tables: Mapping[str, Any], source: str, **more: Any) -> Spec:
     spec = validate(apply_scale(tables, source) | more, source)
     require_known_keys(spec, source)
     return spec
-
-
-def unused_changes(recipe: Recipe, entries: Iterable[str]) -> list[str]:
-    """Return the command line's [algorithm] and [server] settings that none of the entries can use."""
-    unused = []
-    for table in ("algorithm", "server"):
-        given = recipe.changes.get(table, {})
-        used: set[str] = {"name"}
-        for entry in entries:
-            used |= set(_fitting({table: given}, recipe.spec_for(entry, 0).algorithm.name)[table])
-        unused += [f"{table}.{key}" for key in given if key not in used]
-    return unused
-
-
-def _fitting(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Leave out the known [algorithm] and [server] keys that the named algorithm does not have."""
-    from gradalign.recipes.build import algorithm_names, unfit_keys
-
-    unfit = unfit_keys(str(name))
-    parts = found(data, "algorithm", "parts")
-    if not isinstance(parts, Mapping) or not set(parts) <= set(algorithm_names(str(name))):
-        unfit["algorithm"].add("parts")  # tables for algorithms that are not among these
-    fitting = dict(data)
-    for table, keys in unfit.items():
-        if isinstance(data.get(table), Mapping):
-            fitting[table] = {key: value for key, value in data[table].items() if key not in keys}
-    return fitting
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -184,11 +185,12 @@ def load_recipe(
     """Read a recipe by file or by shipped name, with settings laid over it.
 
     Another ``task``, a name or a whole [task] table, takes the place of the recipe's own, whose settings and paper's
-    numbers would not fit it. A recipe that lies in a run folder may name a task outside this package only with
-    ``trust_task``.
+    numbers would not fit it. A recipe that lies in a run folder may name a task or an algorithm outside this package
+    only with ``trust_task``.
     """
     need("pydantic", "recipes")
     from gradalign.recipes.spec import CompareSpec, SweepSpec
+    from gradalign.recipes.trust import require_trust
 
     shipped = shipped_recipes()
     path = Path(name)
@@ -213,13 +215,27 @@ def load_recipe(
     compare = _command_table(CompareSpec, "compare", data, changes, path.name)
     sweep = _command_table(SweepSpec, "sweep", data, changes, path.name)
     data.setdefault("name", path.stem)
-    tracking = _take_tracking(data, changes, path.name)
-    return Recipe(source=path.name, data=data, compare=compare, sweep=sweep, changes=changes, tracking=tracking)
+    return Recipe(
+        source=path.name,
+        device=_take_device(data, changes, path.name),
+        tracking=_take_tracking(data, changes, path.name),
+        data=data,
+        compare=compare,
+        sweep=sweep,
+        changes=changes,
+    )
+
+
+def _take_device(data: dict[str, Any], changes: dict[str, Any], source: str) -> str:
+    given = [table.pop("device") for table in (data, changes) if "device" in table] or ["cpu"]
+    if not isinstance(given[-1], str):
+        raise GradalignError(f'{source}: device must be a word such as "cuda:0", got {given[-1]!r}')
+    return given[-1]
 
 
 def _pin_files(data: dict[str, Any], changes: dict[str, Any]) -> None:
     """Put the digest of a table's file beside its path, so that a run does not go on with another file's rows."""
-    if (task_name(changes) or task_name(data)) != "table":
+    if (found(changes, "task", "name") or found(data, "task", "name")) != "table":
         return
     from gradalign.tasks.columns import file_digest
 
@@ -256,47 +272,3 @@ def _take_tracking(data: dict[str, Any], changes: dict[str, Any], source: str) -
     if isinstance(wandb, bool):
         asked["wandb"] = {} if wandb else None
     return checked(TrackingSpec, asked, source)
-
-
-# Whose code a recipe may run. A recipe names the function that makes its task, so running one is running code. One that
-# lies in a run folder was written by a run, perhaps somebody else's: its task, when it is not one of this package's, is
-# imported only when the user vouches for it.
-
-
-def is_outside(task: object) -> bool:
-    """Return whether a task's name is a function to import, not one of this package's tasks."""
-    return ":" in str(task)
-
-
-def task_name(table: Mapping[str, Any]) -> object:
-    """Return the name of a recipe's task, whatever it is; None when there is none."""
-    return found(table, "task", "name")
-
-
-def lies_in_run_folder(recipe: Path) -> bool:
-    """Return whether a file is in, or below, a folder that a run, a comparison or a sweep has written."""
-    written = (SPEC, METRICS, COMPARISON, SWEEP)
-    for path in (recipe.absolute(), recipe.resolve()):
-        if path.name == SPEC or any((folder / name).exists() for folder in path.parents for name in written):
-            return True
-    return False
-
-
-def require_trust(recipe: Path, data: Mapping[str, Any], changes: Mapping[str, Any], given: str | None) -> None:
-    """Refuse a recipe from a run folder that names code outside this package, unless the user gave that name."""
-    if task_name(changes) is not None or not lies_in_run_folder(recipe):
-        return
-    for name in _named(data):
-        if is_outside(name) and name != given:
-            shown = shown_text(name)
-            raise GradalignError(
-                f'{shown_text(recipe)} lies in a run folder, and its task "{shown}" is code from outside gradalign: '
-                f"if you know and trust it, add --trust-task, or name the task yourself: --task {shlex.quote(shown)}"
-            )
-
-
-def _named(data: Mapping[str, Any]) -> Iterator[object]:
-    yield task_name(data)
-    settings = found(data, "compare", "settings")
-    for own in settings.values() if isinstance(settings, Mapping) else ():
-        yield found(own, "task", "name")

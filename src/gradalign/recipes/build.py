@@ -1,22 +1,19 @@
-"""From a spec to the objects it describes; tasks and algorithms by name."""
+"""From a spec to the objects it describes."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination, combine
-from gradalign.algorithms.rules import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerRule
+from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
-from gradalign.errors import ClientError, GradalignError, no_exit
+from gradalign.errors import ClientError, GradalignError, no_exit, told
+from gradalign.importing import imported, is_outside
+from gradalign.recipes.names import algorithm_keys, keys_of, parts_of, plain_name, rule_of, server_keys
 from gradalign.server.federation import Federation, make_federation, single_step
 from gradalign.server.measure import Measure, require_measurable
 from gradalign.tasks.digits import digits
@@ -31,58 +28,16 @@ if TYPE_CHECKING:
 TASKS: dict[str, Callable[..., Task]] = {
     make.__name__: make for make in (digits, emnist, cifar10, cifar100, shakespeare)
 } | {"table": table_task}
-SERVER_RULES: dict[str, type[ServerRule]] = {kind.label: kind for kind in (FedAvgM, FedAdagrad, FedAdam, FedYogi)}
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_ ]", "", name.strip().lower())
-
-
-def algorithm_names(name: str) -> list[str]:
-    """Split ``fedga+fedadam`` into known names, or say which one is not known."""
-    names = [_plain(part) for part in name.split("+")]
-    known = [*known_algorithms(), *SERVER_RULES]
-    for part in names:
-        if part not in known:
-            problem = f'"{part}" is not an algorithm; known are {", ".join(known)}, joined by "+"'
-            raise GradalignError(f"algorithm.name: {problem}")
-    return names
-
-
-def parts_of(name: str) -> dict[str, type[Algorithm]]:
-    """Return the algorithms that a name joins, without the server's rule."""
-    known = known_algorithms()
-    return {part: known[part] for part in algorithm_names(name) if part in known}
-
-
-def _rule(name: str) -> type[ServerRule]:
-    rules = [SERVER_RULES[part] for part in algorithm_names(name) if part in SERVER_RULES]
-    if len(rules) > 1:
-        raise GradalignError(f"algorithm.name: {name} names more than one server rule")
-    return rules[0] if rules else ServerRule
-
-
-def _keys(*kinds: type[Algorithm] | type[ServerRule]) -> set[str]:
-    return {field.name for kind in kinds for field in fields(kind)}
-
-
-def accepted_parameters(name: str) -> set[str]:
-    """Return the keys of the [algorithm] table that this algorithm, or combination, has."""
-    return _keys(*parts_of(name).values())
-
-
-def unfit_keys(name: str) -> dict[str, set[str]]:
-    """Return the keys of the [algorithm] and [server] tables that other algorithms have, but not this one."""
-    algorithms, rules = _keys(*known_algorithms().values()), _keys(*SERVER_RULES.values())
-    own = accepted_parameters(name) | {"name", "parts"}
-    return {"algorithm": algorithms - own, "server": rules - _keys(_rule(name))}
 
 
 def require_known_keys(spec: Spec, source: str) -> None:
     """Refuse keys of the [algorithm] and [server] tables that no algorithm and no rule has."""
     from gradalign.recipes.spec import unknown_setting
 
-    algorithms, rules = _keys(*known_algorithms().values()), _keys(*SERVER_RULES.values())
+    if "name" in spec.server.given():
+        problem = "the server's rule is part of the algorithm's name"
+        raise GradalignError(f'{source}: server.name: {problem}, for example algorithm.name = "fedga+fedadam"')
+    algorithms, rules = algorithm_keys(spec.algorithm.name), server_keys(spec.algorithm.name)
     tables: list[tuple[str, Settings, set[str]]] = [("server", spec.server, rules)]
     tables.append(("algorithm", spec.algorithm, algorithms | {"name", "parts"}))
     tables += [(f"algorithm.parts.{name}", part, algorithms) for name, part in (spec.algorithm.parts or {}).items()]
@@ -122,23 +77,23 @@ def build_schedule(setting: Any, where: str) -> Any:
 def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
     """Compose the algorithm that the [algorithm] and [server] tables describe."""
     kinds = parts_of(spec.name)
-    own_tables = {_plain(name): table for name, table in (spec.parts or {}).items()}
+    own_tables = {plain_name(name): table for name, table in (spec.parts or {}).items()}
     strangers = sorted(set(own_tables) - set(kinds))
     if strangers:
         raise GradalignError(f"algorithm.parts.{strangers[0]} is set, but {spec.name} has no such part; remove it")
     refusal = "{} has no such parameter; remove it"
-    given = _parameters(spec, "algorithm", _keys(*kinds.values()), refusal.format(spec.name))
+    given = _parameters(spec, "algorithm", keys_of(*kinds.values()), refusal.format(spec.name))
     parts: list[Algorithm | ServerRule] = []
     for name, kind in kinds.items():
-        known = _keys(kind)
+        known = keys_of(kind)
         own = {key: value for key, value in given.items() if key in known}
         if name in own_tables:
             own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, refusal.format(name))
         if any(field.name == "beta" and field.default is MISSING for field in fields(kind)) and "beta" not in own:
             raise GradalignError(f"algorithm.beta is needed for {spec.name}: the strength of the alignment, e.g. 0.1")
         parts.append(_made(kind, own, "algorithm"))
-    server_rule = _rule(spec.name)
-    known = _keys(server_rule)
+    server_rule = rule_of(spec.name)
+    known = keys_of(server_rule)
     refusal = f"the server rule {server_rule.label} has only {', '.join(sorted(known))}"
     return combine(*parts, _made(server_rule, _parameters(rule, "server", known, refusal), "server"))
 
@@ -157,8 +112,13 @@ Made = TypeVar("Made", bound=Algorithm | ServerRule)
 
 def _made(kind: type[Made], given: Mapping[str, Any], where: str) -> Made:
     """Make an algorithm or a rule; values must be of their fields' types, ranges are the class's own to check."""
-    hints = get_type_hints(kind)
-    return kind(**{key: _typed(value, hints[key], f"{where}.{key}") for key, value in given.items()})
+    try:
+        hints = get_type_hints(kind)
+        return kind(**{key: _typed(value, hints[key], f"{where}.{key}") for key, value in given.items()})
+    except GradalignError:
+        raise
+    except Exception as error:  # one of the user's own
+        raise ClientError(f"{where}: {kind.__name__} could not be made: {told(error)}") from error
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
@@ -181,40 +141,18 @@ def build_local(spec: LocalSpec, algorithm: Combination) -> LocalTraining:
     return single_step(LocalTraining(**given), algorithm)
 
 
-def _user_function(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # a user's file beside the recipe, as with python -m
-    if not module_name or not attribute:
-        raise GradalignError(f'task.name: "{name}" is not package.module:function')
-    try:
-        with no_exit(f"task.name: importing {module_name}"):
-            module = importlib.import_module(module_name)
-    except GradalignError:
-        raise
-    except ImportError as error:
-        raise GradalignError(f'task.name: cannot import "{module_name}": {error}') from error
-    except Exception as error:
-        raise ClientError(f"task.name: importing {module_name} failed: {type(error).__name__}: {error}") from error
-    target = getattr(module, attribute, None)
-    if target is None:
-        raise GradalignError(f'task.name: the module {module_name} has no "{attribute}"')
-    if not callable(target):
-        raise GradalignError(f"task.name: {name} is not a function that makes a Task")
-    return target  # type: ignore[no-any-return]
-
-
 def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None) -> Task:
     """Make a task by name: a built-in one, or the user's ``package.module:function``.
 
     Options become the function's keyword arguments. A function without a ``seed`` argument is not given one.
     """
-    if name not in TASKS and ":" not in name:
+    if name not in TASKS and not is_outside(name):
         raise GradalignError(
             f'task.name: "{name}" is not a task; known are {", ".join(TASKS)}, or give package.module:function'
         )
-    make = TASKS[name] if name in TASKS else _user_function(name)
+    make = TASKS[name] if name in TASKS else imported(name, "task.name", "function")
+    if not callable(make):
+        raise GradalignError(f"task.name: {name} is not a function that makes a Task")
     options = dict(options or {})
     try:
         parameters = inspect.signature(make).parameters
@@ -235,7 +173,7 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
     except GradalignError:
         raise
     except Exception as error:
-        raise ClientError(f"the task {name} could not be made: {type(error).__name__}: {error}") from error
+        raise ClientError(f"the task {name} could not be made: {told(error)}") from error
     if not isinstance(task, Task):
         raise GradalignError(f"{name} must return a gradalign.Task, got {type(task).__name__}")
     return task

@@ -114,6 +114,8 @@ class LocalSpec(Section):
     momentum: Share = 0.0
     clip_norm: Positive | None = None
     gradient_examples: Count | None = None
+    optimizer: str | None = None
+    optimizer_settings: dict[str, Any] | None = None
 
 
 class ClientsSpec(Section):
@@ -187,6 +189,8 @@ class CompareSpec(Section):
 
     algorithms: list[str] = ["fedga", "scaffold", "fedprox", "fedavg"]
     seeds: Seeds = 3
+    equal: Literal["communication", "updates"] = "communication"
+    """What all entries have the same of: ``rounds`` is the recipe's own algorithm's, the others' follow from it."""
     settings: dict[str, dict[str, Any]] = {}
     curves: list[Curve] = ["test_accuracy", "test_loss", "r"]
 
@@ -249,7 +253,7 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
         annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
         kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
         model = next((kind for kind in kinds if issubclass(kind, BaseModel)), ScheduleSpec)
-    beside = ["compare", "sweep", "scale", "tensorboard", "wandb"] if model is Spec else []
+    beside = ["compare", "sweep", "scale", "tensorboard", "wandb", "device"] if model is Spec else []
     return [*model.model_fields, *beside]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import GradalignError, need, shown_text
-from gradalign.recipes import is_outside, task_name
+from gradalign.recipes.trust import outside_names
 from gradalign.report.experiments import Experiment, Group, arrange
 from gradalign.runs import readable_name, write_whole
 from gradalign.runs.read import Gathered, Skipped, gather
@@ -117,7 +117,7 @@ class Repeat:
     file_name: str
     commands: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
-    """The tasks that are not this package's: code that the recipe would run, for which no command is given."""
+    """Tasks and algorithms that are not this package's: code that the recipe would run; no command is given for it."""
 
 
 def how_to_repeat(experiment: Experiment) -> Repeat:
@@ -128,8 +128,7 @@ def how_to_repeat(experiment: Experiment) -> Repeat:
     recipe = _recipe(experiment)
     if recipe is None:
         return Repeat(recipe=None, file_name=file_name)
-    names = dict.fromkeys(shown_text(task_name(run.spec)) for run in experiment.runs)
-    outside = tuple(name for name in names if is_outside(name))
+    outside = tuple(dict.fromkeys(name for run in experiment.runs for name in outside_names(run.spec)))
     seeds = sorted({run.seed for run in experiment.runs})
     first, count = seeds[0], len(seeds)
     spans = [(first, count)] if seeds == list(range(first, first + count)) else [(seed, 1) for seed in seeds]
@@ -151,7 +150,7 @@ def _recipe(experiment: Experiment) -> dict[str, Any] | None:
         beyond = _as_tables({place: value for place, value in own.items() if place not in shared})
         settings[name] = beyond | {"algorithm": {"name": spec["algorithm"]["name"]} | beyond.get("algorithm", {})}
     seeds = sorted({run.seed for run in experiment.runs})
-    compare = {"algorithms": names, "seeds": len(seeds), "settings": settings}
+    compare = {"algorithms": names, "seeds": len(seeds), "equal": "updates", "settings": settings}  # with their rounds
     return _as_tables(shared) | {"seed": seeds[0], "compare": compare}
 
 

@@ -13,7 +13,7 @@ from gradalign.runs.clients import HeldClassCounts
 from gradalign.runs.read import Run, canonical
 from gradalign.runs.untrusted import number_of
 
-_LONGEST_NAME = 80
+_LONGEST_NAME, _LONGEST_LABEL = 80, 300
 _NOT_SETTINGS = ("seed", "name", "paper", "full_size")
 _SHORT = {"algorithm.beta": "β", "algorithm.mu": "μ", "local.steps": "K"}
 _MOST_DIVISIONS = 5
@@ -32,9 +32,13 @@ class PaperNumber:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """The runs of one algorithm with one set of settings; they differ in their seeds."""
+    """The runs of one algorithm with one set of settings; they differ in their seeds.
+
+    ``label`` is its whole name, ``short`` what tells it from the others, for a legend.
+    """
 
     label: str
+    short: str
     name: str
     runs: tuple[Run, ...]
     paper: PaperNumber | None
@@ -114,8 +118,8 @@ def _experiment(runs: Sequence[Run]) -> Experiment:
         grouped.setdefault(canonical([_name_of(run), settings_of(run)]), []).append(run)
     members = [sorted(group, key=lambda run: run.seed) for group in grouped.values()]
     groups = [
-        Group(label=label, name=_name_of(group[0]), runs=tuple(group), paper=_paper_number(group[0]))
-        for label, group in zip(_labels(members), members, strict=True)
+        Group(label=label, short=short, name=_name_of(group[0]), runs=tuple(group), paper=_paper_number(group[0]))
+        for (label, short), group in zip(_labels(members), members, strict=True)
     ]
     first = runs[0].spec
     name = first.get("name") or table_of(first.get("task")).get("name") or "experiment"
@@ -127,15 +131,20 @@ def _name_of(run: Run) -> str:
     return run.entry or shown_text(run.spec["algorithm"]["name"])
 
 
-def _labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Name every group; where several have one algorithm, the settings in which those differ are added."""
+def _labels(groups: Sequence[Sequence[Run]]) -> list[tuple[str, str]]:
+    """Name every group, wholly and shortly; where several have one algorithm, by the settings in which those differ.
+
+    Where all have it, those settings alone are the short name.
+    """
     known = [(_name_of(group[0]), settings_of(group[0])) for group in groups]
+    alike = len({name for name, _ in known}) == 1
     labels = []
     for name, own in known:
         rivals = [settings for other, settings in known if other == name]
         differing = [key for key in own if any(rival.get(key) != own[key] for rival in rivals)]
         words = ", ".join(f"{_SHORT.get(key, key.split('.')[-1])}={shown_value(own[key])}" for key in sorted(differing))
-        labels.append(_short_text(f"{name} ({words})" if words else name))
+        whole = f"{name} ({words})" if words else name
+        labels.append((_short_text(whole, _LONGEST_LABEL), _short_text(words if words and alike else whole)))
     return labels
 
 
@@ -146,9 +155,9 @@ def shown_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else _short_text(value)
 
 
-def _short_text(text: object) -> str:
+def _short_text(text: object, longest: int = _LONGEST_NAME) -> str:
     shown = shown_text(text)
-    return shown if len(shown) <= _LONGEST_NAME else shown[: _LONGEST_NAME - 1] + "…"
+    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
 def _paper_number(run: Run) -> PaperNumber | None:

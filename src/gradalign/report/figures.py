@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ DASHES = ("-", "--", "-.", ":")
 _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 _SIZE = (5.5, 3.6)  # inches: a column of a paper, with labels that stay readable
 _SAMPLED_CLIENTS, _SAMPLES = 10, 3
+_LETTERS_PER_INCH, _SWATCH, _LINE_INCHES = 13, 6, 0.18  # of a legend's text; a swatch is as wide as six letters
 _SCORES = ("test_accuracy", "validation_accuracy")
 
 
@@ -103,7 +106,7 @@ def curve_figure(experiment: Experiment, quantity: Quantity, curves: Sequence[Cu
         n: _draw_curve(axes, curves[n], axis, n, stepped=quantity.stepped) for n in series.shown_groups(experiment)
     }
     _label(axes, quantity, curves, axis)
-    _legend(figure, [(line, experiment.groups[n].label) for n, line in drawn.items() if line is not None], 4)
+    _legend(figure, [(line, experiment.groups[n].short) for n, line in drawn.items() if line is not None], 4)
     return figure
 
 
@@ -139,18 +142,23 @@ def _label(axes: Axes, quantity: Quantity, curves: Sequence[Curve], axis: str) -
         axes.yaxis.set_minor_formatter(NullFormatter())
     if quantity.percent:
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
-    if axis == "bytes":
-        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.set_ylim(series.closer_range(curves))
+    if axis in ("bytes", "examples"):
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B" if axis == "bytes" else ""))
     tidy(axes, series.AXES[axis], quantity.label)
 
 
 def _legend(figure: Figure, entries: Sequence[tuple[Line2D, str]], most: int) -> None:
-    """Name the curves below the picture, in at most so many columns."""
+    """Name the curves below the picture, in at most so many columns; the picture grows by what the names need."""
+    letters = round(_LETTERS_PER_INCH * figure.get_figwidth())
     labels = [f" {label}" if label.startswith("_") else label for _, label in entries]  # "_" would hide it
     if labels:
-        columns = min(len(labels), most) if max(map(len, labels)) < 20 else 1
-        lines = [line for line, _ in entries]
-        figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False)
+        columns = min(len(labels), most, max(1, letters // (max(map(len, labels)) + _SWATCH)))
+        wrapped = ["\n".join(textwrap.wrap(label, letters - _SWATCH) or [label]) for label in labels]
+        lines = math.ceil(sum(label.count("\n") + 1 for label in wrapped) / columns)
+        figure.set_figheight(figure.get_figheight() + _LINE_INCHES * max(0, lines - 2))
+        handles = [line for line, _ in entries]
+        figure.legend(handles, wrapped, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def draw_comparison(

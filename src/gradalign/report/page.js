@@ -21,6 +21,15 @@
   const currentTheme = () =>
     root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 
+  // A range for accuracies that shows how they differ: what lies after the curves' first climb, as in series.py.
+  function closerRange(curves) {
+    const late = curves.flatMap((curve) => curve.rounds.flatMap((round, i) => (4 * round >= curve.rounds.at(-1) ? [curve.low[i], curve.high[i]] : [])));
+    if (!late.length) return undefined;
+    const low = late.reduce((a, b) => Math.min(a, b)), high = late.reduce((a, b) => Math.max(a, b));
+    const beyond = Math.max(0.05 * (high - low), 0.002);
+    return [low - beyond, high + beyond];
+  }
+
   function yValues(curves) {
     return curves.flatMap((curve) => [...curve.low, ...curve.high, ...curve.lines.flatMap((line) => line.y)]);
   }
@@ -33,7 +42,8 @@
       const line = {
         color: css(`--c${group.colour}`), dash: DASHES[group.dash], width: 2, shape: quantity.stepped ? "hv" : "linear",
       };
-      const format = quantity.percent ? "%{y:.2%}" : "%{y:.4g}";
+      const digits = quantity.percent ? ":.2%" : ":.4g", format = `%{y${digits}}`;
+      const spread = group.seeds > 1 && !quantity.stepped ? `, %{customdata[1]${digits}} to %{customdata[2]${digits}}` : "";
       const common = { type: "scatter", name: plain(group.label), showlegend: false };
       const xs = curve.x[state.axis] || [];
       if (group.seeds > 1 && curve.mean.length && !quantity.stepped) {
@@ -55,7 +65,11 @@
         });
       }
       if (curve.mean.length) {
-        found.push({ ...common, x: xs, y: curve.mean, mode: curve.mean.length < 30 && !quantity.stepped ? "lines+markers" : "lines", line, marker: { size: 5, color: line.color }, hovertemplate: `${format}<extra>%{fullData.name}</extra>`, meta: "mean" });
+        found.push({
+          ...common, x: xs, y: curve.mean, mode: curve.mean.length < 30 && !quantity.stepped ? "lines+markers" : "lines", line, marker: { size: 5, color: line.color },
+          customdata: curve.rounds.map((round, i) => [round, curve.low[i], curve.high[i]]),
+          hovertemplate: `${format}${spread}, round %{customdata[0]}<extra>%{fullData.name}</extra>`, meta: "mean",
+        });
       }
     });
     return found;
@@ -78,14 +92,16 @@
     const values = yValues(curves);
     const logarithmic = quantity.logarithmic && state.log && values.length > 0 && values.every((value) => value > 0);
     const decades = logarithmic ? Math.log10(values.reduce((a, b) => Math.max(a, b)) / values.reduce((a, b) => Math.min(a, b))) : 0;
-    const xFormat = { bytes: { tickformat: "~s", ticksuffix: "B" }, seconds: { ticksuffix: " s" } }[state.axis] || { tickformat: ",~r" };
+    const xFormat = { bytes: { tickformat: "~s", ticksuffix: "B" }, seconds: { ticksuffix: " s" }, examples: { tickformat: "~s" } }[state.axis] || { tickformat: ",~r" };
     return {
       ...baseLayout(),
-      uirevision: `${quantity.key} ${state.axis} ${logarithmic}`,
-      xaxis: axisStyle({ title: { text: data.axes[state.axis] }, rangemode: "tozero", ...xFormat }),
+      hovermode: "x unified", hoverdistance: 60,
+      uirevision: `${quantity.key} ${state.axis} ${logarithmic} ${state.whole}`,
+      xaxis: axisStyle({ title: { text: data.short_axes[state.axis] }, unifiedhovertitle: { text: `%{x} ${data.short_axes[state.axis]}` }, rangemode: "tozero", ...xFormat }),
       yaxis: axisStyle({
-        title: { text: quantity.label }, type: logarithmic ? "log" : "linear", tickformat: quantity.percent ? ".1~%" : "~g",
+        title: { text: quantity.short || quantity.label }, type: logarithmic ? "log" : "linear", tickformat: quantity.percent ? ".1~%" : "~g",
         ...(logarithmic && decades < 3 ? { dtick: decades < 0.7 ? "D1" : "D2" } : {}), ...(quantity.stepped ? { rangemode: "tozero" } : {}),
+        ...(quantity.percent ? { range: state.whole ? [0, 1] : closerRange(curves) } : {}),
       }),
     };
   }
@@ -113,8 +129,8 @@
       const quantity = data.quantities[key], curves = state.experiment.curves[key];
       const plot = place.querySelector(".plot");
       plot.setAttribute("aria-label", describe(state, quantity, curves));
-      place.querySelector("h4").textContent = `${quantity.label} over ${data.axes[state.axis]}`;
-      Plotly.react(plot, traces(state, quantity, curves), layout(state, quantity, curves), CONFIG);
+      place.querySelector("h4").textContent = `${quantity.label} over ${data.short_axes[state.axis]}`;
+      Plotly.react(plot, traces(state, quantity, curves), layout(state, quantity, curves.filter((_, index) => state.shown.has(index))), CONFIG);
       const numbers = place.querySelector("details");
       if (numbers.open) fillNumbers(state, numbers, key);
     }
@@ -185,7 +201,7 @@
 
   function setUp(section, experiment) {
     const state = {
-      section, experiment, quantity: experiment.choices[0], axis: "communication_rounds", seeds: false, log: true, division: 0,
+      section, experiment, quantity: experiment.choices[0], axis: "communication_rounds", seeds: false, log: true, whole: false, division: 0,
       shown: new Set(experiment.shown),
     };
     const buttons = [...section.querySelectorAll(".legend button[data-group]")];

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from gradalign import __version__
 from gradalign.errors import shown_text
 from gradalign.recipes.paper import NUMBERS_LEFT_OUT, is_papers_problem
-from gradalign.report import how_to_repeat, series, statistics
+from gradalign.report import budgets, how_to_repeat, series, statistics
 from gradalign.report.clients import clients_section
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of
 from gradalign.report.series import Curve, measured
@@ -45,6 +45,7 @@ def page_bytes(
     drawn = [(one, {kind.key: series.curves_of(one, kind) for kind in series.QUANTITIES}) for one in experiments]
     data = {
         "axes": series.AXES,
+        "short_axes": {key: series.short_axis(key) for key in series.AXES},
         "quantities": {kind.key: asdict(kind) for kind in series.QUANTITIES},
         "experiments": [_experiment_data(one, curves) for one, curves in drawn],
     }
@@ -53,7 +54,9 @@ def page_bytes(
         colours=_COLOURS,
         most_shown=series.MOST_SHOWN,
         most_unsorted=statistics.MOST_UNSORTED,
-        axes={key: label.split(",")[0] for key, label in series.AXES.items()},
+        rule=statistics.RULE,
+        paper_rule=statistics.PAPER_RULE,
+        axes={key: series.short_axis(key) for key in series.AXES},
         heading=title or _heading(experiments),
         policy=_policy(library, script),
         style=_style(),
@@ -116,7 +119,13 @@ def embedded(data: Any) -> str:
 
 def _experiment_data(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
     groups = [
-        {"label": group.label, "seeds": len(group.complete), "colour": n % _COLOURS, "dash": n // _COLOURS % 4}
+        {
+            "label": group.label,
+            "short": group.short,
+            "seeds": len(group.complete),
+            "colour": n % _COLOURS,
+            "dash": n // _COLOURS % 4,
+        }
         for n, group in enumerate(experiment.groups)
     ]
     return {
@@ -144,6 +153,8 @@ def _section(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
         "columns": list(columns),
         "rows": rows,
         "failures": [(group, run) for group in experiment.groups for run in group.runs if run.state != "complete"],
+        "views": budgets.equal_views(experiment),
+        "target": budgets.to_target(experiment),
         "order": _order(experiment),
         "choices": _choices(curves),
         "small_figures": [quantity.key for quantity in series.SMALL if measured(curves[quantity.key])],
@@ -189,18 +200,10 @@ def _distinct(values: Iterable[Any]) -> str:
 
 
 def _order(experiment: Experiment) -> dict[str, Any] | None:
-    """Say whether the order is the paper's, or, without the paper's numbers, which groups are told apart."""
-    rule, columns = statistics.RULE, ["pair", "ours"]
+    """Say whether the order is the paper's; None without the paper's numbers."""
     pairs = statistics.paper_pairs(experiment)
-    if pairs:
-        title, rule = "Does the order agree with the paper's?", f"{rule} {statistics.PAPER_RULE}"
-        answer = statistics.overall([pair.verdict for pair in pairs if pair.verdict])
-        columns += ["paper", "order"]
-    else:
-        pairs = [pair for pair in statistics.pairs_of(experiment) if pair.ours is not None]
-        title, answer = "Who is told apart?", statistics.told_apart(pairs)
-        columns += ["told apart"]
-    return {"title": title, "answer": answer, "rule": rule, "columns": columns, "rows": pairs} if pairs else None
+    answer = statistics.overall([pair.verdict for pair in pairs if pair.verdict])
+    return {"answer": answer, "columns": ["pair", "ours", "paper", "order"], "rows": pairs} if pairs else None
 
 
 def _classes(experiment: Experiment) -> dict[str, Any] | None:

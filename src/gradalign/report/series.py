@@ -17,10 +17,11 @@ MOST_SHOWN = 8  # lines in one figure that can still be followed; with many grou
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """Something measured: its column, its label, and how it is drawn."""
+    """Something measured: its column, its label, a short one for an axis, and how it is drawn."""
 
     key: str
     label: str
+    short: str = ""
     percent: bool = False
     logarithmic: bool = False
     stepped: bool = False
@@ -33,8 +34,8 @@ CHOICES = (
     Quantity(key="validation_loss", label="validation loss", logarithmic=True),
     Quantity(key="train_accuracy", label="training accuracy", percent=True),
 )
-DRIFT = Quantity(key="drift", label="drift ‖ḡ − g₁‖ of the first client", logarithmic=True)
-VARIANCE = Quantity(key="r", label="r(x), variance of the gradients", logarithmic=True)
+DRIFT = Quantity(key="drift", label="drift ‖ḡ − g₁‖ of the first client", short="drift", logarithmic=True)
+VARIANCE = Quantity(key="r", label="r(x), half the variance of the gradients", short="r(x)", logarithmic=True)
 BETA = Quantity(key="beta", label="β in force", stepped=True)
 SMALL = (DRIFT, VARIANCE, BETA)
 QUANTITIES = (*CHOICES, *SMALL)
@@ -43,16 +44,22 @@ IN_COMPARISONS = {
     for quantity in (
         *QUANTITIES,
         Quantity(key="train_loss", label="training loss", logarithmic=True),
-        Quantity(key="cosine", label="cosine of the clients' gradients with their mean"),
+        Quantity(key="cosine", label="cosine of the clients' gradients with their mean", short="cosine"),
     )
 }
 """What a recipe's ``compare.curves`` may name."""
 AXES = {
     "communication_rounds": "communication rounds",
     "local_updates": "local updates, all clients together",
+    "examples": "computation, examples whose gradient was taken",
     "bytes": "bytes sent, up and down",
     "seconds": "seconds",
 }
+
+
+def short_axis(axis: str) -> str:
+    """Return an axis's name without what explains it."""
+    return AXES[axis].split(",")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,18 @@ class Curve:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
+
+    @property
+    def late(self) -> tuple[float, float] | None:
+        """The lowest and the highest after the first quarter of the rounds: where accuracies begin to differ little."""
+        since = [place for place, number in enumerate(self.rounds) if 4 * number >= self.rounds[-1]]
+        return (min(self.low[i] for i in since), max(self.high[i] for i in since)) if since else None
+
+    @property
+    def changes(self) -> bool:
+        """Whether its value changes over a run; in the first round, an algorithm that remembers has nothing yet."""
+        means = {value for number, value in zip(self.rounds, self.mean, strict=True) if number > 1}
+        return len(means) > 1 or any(len(set(line.y[1:])) > 1 for line in self.lines)
 
 
 def mean_curve(runs: Sequence[Sequence[Mapping[str, Any]]], key: str) -> Curve:
@@ -122,7 +141,20 @@ def curve_of(group: Group, quantity: Quantity) -> Curve:
 
 
 def curves_of(experiment: Experiment, quantity: Quantity) -> list[Curve]:
-    return [curve_of(group, quantity) for group in experiment.groups]
+    """Return every group's curve; empty ones of a setting that stays what it is, which needs no picture."""
+    curves = [curve_of(group, quantity) for group in experiment.groups]
+    constant = quantity.stepped and not any(curve.changes for curve in curves)
+    return [Curve() for _ in curves] if constant else curves
+
+
+def closer_range(curves: Sequence[Curve]) -> tuple[float, float] | None:
+    """Return a range for accuracies that shows how they differ: of all curves, what lies after their first climb."""
+    ends = [late for curve in curves if (late := curve.late) is not None]
+    if not ends:
+        return None
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
+    beyond = max(0.05 * (high - low), 0.002)
+    return low - beyond, high + beyond
 
 
 def best_groups(experiment: Experiment) -> list[int]:

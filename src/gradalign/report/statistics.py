@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, stdev, variance
@@ -20,6 +20,7 @@ PAPER_RULE = "The order of a pair that is told apart agrees or disagrees with th
 MOST_UNSORTED = 12  # groups in the order of their comparison; of more, the best come first
 _MOST_PAIRED = 8
 
+Scores = Callable[[Group], Sequence[float]]
 Verdict = Literal["agrees", "disagrees", "undecided", "cannot tell", "equal in the paper"]
 
 
@@ -60,7 +61,7 @@ class Pair:
     @property
     def names(self) -> str:
         """What was subtracted from what."""
-        return f"{self.first.label} − {self.second.label}"
+        return f"{self.first.short} − {self.second.short}"
 
     @property
     def cells(self) -> list[str]:
@@ -141,11 +142,13 @@ def overall(verdicts: Sequence[Verdict]) -> str:
 
 
 def told_apart(pairs: Sequence[Pair]) -> str:
-    """Say of how many pairs the seeds tell which is better."""
-    if all(pair.ours is not None and pair.ours.margin is None for pair in pairs):
-        return "With one seed each, no difference can be told from chance."
+    """Say of how many pairs the seeds tell which is better; where one side has a single seed they never do."""
+    single = sum(pair.ours is None or pair.ours.margin is None for pair in pairs)
+    if single == len(pairs):
+        return "no difference can be told from chance: that takes at least two finished seeds of both."
     decided = sum(pair.ours is not None and pair.ours.decided for pair in pairs)
-    return f"The seeds tell {decided} of {len(pairs)} pair{'s' * (len(pairs) != 1)} apart."
+    more = f" ({single} of them cannot be, because one side has a single seed)" if single else ""
+    return f"the seeds tell {decided} of {len(pairs)} pair{'s' * (len(pairs) != 1)} apart{more}."
 
 
 def ranked(experiment: Experiment) -> list[Group]:
@@ -153,11 +156,20 @@ def ranked(experiment: Experiment) -> list[Group]:
     return sorted(experiment.groups, key=lambda group: fmean(group.scores() or [-math.inf]), reverse=True)
 
 
-def pairs_of(experiment: Experiment) -> list[Pair]:
-    """Return all pairs, the better first; of many groups only the best against the others."""
+def in_order(experiment: Experiment) -> Sequence[Group]:
+    """Return the groups as a table has them: in their own order, of many the best first."""
+    return experiment.groups if len(experiment.groups) <= MOST_UNSORTED else ranked(experiment)
+
+
+def pairs_of(experiment: Experiment, scores: Scores) -> list[Pair]:
+    """Return all pairs, by these accuracies, the one that ended higher first; of many only the best with the others."""
     groups = ranked(experiment)
     chosen = list(combinations(groups, 2)) if len(groups) <= _MOST_PAIRED else [(groups[0], g) for g in groups[1:]]
-    return [_pair_of(first, second) for first, second in chosen]
+    return [Pair(first=first, second=second, ours=_apart(first, second, scores)) for first, second in chosen]
+
+
+def _apart(first: Group, second: Group, scores: Scores) -> Difference | None:
+    return difference(*([100 * value for value in scores(group)] for group in (first, second)))
 
 
 def paper_pairs(experiment: Experiment) -> list[Pair]:
@@ -170,11 +182,11 @@ def paper_pairs(experiment: Experiment) -> list[Pair]:
         if group.paper is not None:
             standing.setdefault(group.name, group)
     ordered = sorted(standing.values(), key=lambda group: -group.paper.mean if group.paper else 0.0)
-    return [_pair_of(first, second) for first, second in combinations(ordered, 2)]
+    return [_paper_pair(first, second) for first, second in combinations(ordered, 2)]
 
 
-def _pair_of(first: Group, second: Group) -> Pair:
-    ours = difference([100 * value for value in first.scores()], [100 * value for value in second.scores()])
+def _paper_pair(first: Group, second: Group) -> Pair:
+    ours = _apart(first, second, Group.scores)
     if first.paper is None or second.paper is None:
         return Pair(first=first, second=second, ours=ours)
     apart = round(first.paper.mean - second.paper.mean, 9)
@@ -192,17 +204,17 @@ def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[Tabl
     heads += ["paper, %", "ours − paper"] if with_paper else []
     heads += [f"final {on} loss", "final r(x)", "communication rounds", "seconds"]
     rows = []
-    for group in groups if len(groups) <= MOST_UNSORTED else ranked(experiment):
+    for group in in_order(experiment):
         cells = []
         if scored:
             cells += [_percent(group.scores()), _percent(group.finals(f"best_{group.scored_on}_accuracy"))]
         if with_paper:
             cells += ["–" if group.paper is None else str(group.paper), _beside_paper(group)]
         cells += [
-            _mean_and_std(group.finals(f"final_{group.scored_on}_loss"), ".4g"),
-            _mean_and_std(group.finals("final_r"), ".3g"),
-            _mean_and_std(group.finals("communication_rounds"), ",.0f"),
-            _mean_and_std(group.finals("seconds"), ".3g"),
+            mean_and_std(group.finals(f"final_{group.scored_on}_loss"), ".4g"),
+            mean_and_std(group.finals("final_r"), ".3g"),
+            mean_and_std(group.finals("communication_rounds"), ",.0f"),
+            mean_and_std(group.finals("seconds"), ".3g"),
         ]
         number = groups.index(group)
         rows.append(TableRow(number=number, label=group.label, seeds=_seeds(group), cells=tuple(cells)))
@@ -218,10 +230,11 @@ def _seeds(group: Group) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    return _mean_and_std([100 * value for value in values], ".2f")
+    return mean_and_std([100 * value for value in values], ".2f")
 
 
-def _mean_and_std(values: Sequence[float], form: str) -> str:
+def mean_and_std(values: Sequence[float], form: str) -> str:
+    """Return mean ± standard deviation as text; one value alone has no deviation."""
     spread = spread_of(values)
     if spread is None:
         return "–"

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from gradalign import stopping
+from gradalign.algorithms.rules import ClientReport
 from gradalign.client.flat import FlatModel, Point
+from gradalign.client.trainer import named_failure
 from gradalign.engines import Engine
 from gradalign.errors import GradalignError, RunEndedError, TooFewClientsError
 from gradalign.runs.folder import RunFolder
@@ -182,8 +184,10 @@ def _check_state(state: ServerState, initial: ServerState, federation: Federatio
         raise GradalignError(f"the checkpoint is of round {state.round}, the run has {rounds}")
     if state.totals.local_updates == 0:  # nobody has reported yet, so nothing is remembered
         return
-    nothing = torch.zeros(1, dtype=torch.float64)
-    remembered = set(federation.algorithm.server.step(nothing, nothing, {})[1])
+    nothing, rule = torch.zeros(1, dtype=torch.float64), federation.algorithm.server
+    one = ClientReport(client=0, weight=1.0, steps=1, total_step_size=1.0, norm=1.0)
+    with named_failure(f"the server rule {rule.label}"):
+        remembered = set(rule.step(nothing, nothing, {}, *([[one]] if rule.sees_each else []))[1])
     keepers = {part.label for part in federation.algorithm.keepers}
     missing = (remembered - set(state.memory)) | (keepers - set(state.shared)) | (keepers - set(state.kept))
     if missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm, Combination
-from gradalign.algorithms.rules import Memory, ServerRule
+from gradalign.algorithms.rules import Memory, ServerRule, known_rules
 from gradalign.algorithms.schedule import Schedule, spanning, value_at
 from gradalign.client import LocalTraining
 from gradalign.client.flat import Point
@@ -120,6 +120,10 @@ def make_federation(
     total = len(task.clients)
     if per_round is not None and whole("clients.per_round", per_round, 1) > total:
         raise GradalignError(f"clients.per_round is {per_round}, but the task {task.name} has {total} clients")
+    inferring = [part.label for part in algorithm.parts if part.infers_gradients]
+    if inferring and local.optimizer is not None:
+        problem = f"{inferring[0]} takes the clients' updates for sums of gradients, and {local.optimizer}'s are not"
+        raise GradalignError(f"{problem}: use plain SGD (no local.optimizer), or a form with fresh gradients")
     if weights not in ("uniform", "examples"):
         raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
     return Federation(
@@ -220,8 +224,8 @@ class ServerState:
 def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
     """Return a federation made from objects as the plain values that a recipe would have said.
 
-    Read as a recipe, they give the same objects again. A class that no recipe can name (one of the user's own) is
-    called by its own name, which a recipe refuses.
+    Read as a recipe, they give the same objects again. A class that no recipe can name (one of the user's own that
+    lies in no module) is called by its own name, which a recipe refuses.
     """
     local = _plain(federation.local)
     precision = {"precision": local.pop("precision")} if "precision" in local else {}
@@ -246,7 +250,7 @@ def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
 def _algorithm(algorithm: Combination) -> dict[str, Any]:
     """Return all parts' values: in one table, but for those of parts that share a key, also with the table itself."""
     described: dict[str, Any] = {"name": _name(algorithm)}
-    tables = {_part_name(part): _plain(part) for part in algorithm.parts}
+    tables = {part.label: _plain(part) for part in algorithm.parts}
     times = Counter(key for table in tables.values() for key in table)
     own = {}
     for name, table in tables.items():
@@ -258,21 +262,19 @@ def _algorithm(algorithm: Combination) -> dict[str, Any]:
 
 
 def _name(algorithm: Combination) -> str:
-    names = [name for part in algorithm.parts if (name := _part_name(part)) != "fedavg"]
-    rule = algorithm.server
-    if type(rule) is not ServerRule:
-        names.append(rule.label if type(rule).__module__ == ServerRule.__module__ else _of_ones_own(rule))
+    names = [name for part in algorithm.parts if (name := _class_name(part)) != "fedavg"]
+    if type(algorithm.server) is not ServerRule:
+        names.append(_class_name(algorithm.server))
     return "+".join(names) or "fedavg"
 
 
-def _part_name(part: Algorithm) -> str:
-    known = known_algorithms().get(part.label)
-    return part.label if known is None or known is type(part) else _of_ones_own(part)
-
-
-def _of_ones_own(thing: object) -> str:
-    """Return a name that is not taken for the library's class of the same name."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+def _class_name(thing: Algorithm | ServerRule) -> str:
+    """Return the name that a recipe has for a class: its label, or where to import one of the user's own from."""
+    kind, known = type(thing), (known_rules() | known_algorithms()).get(thing.label)
+    importable = kind.__module__ != "__main__" and "." not in kind.__qualname__
+    if known is kind and (kind.__module__.startswith("gradalign.") or not importable):
+        return thing.label
+    return f"{kind.__module__}{':' if importable else '.'}{kind.__qualname__}"
 
 
 def _plain(thing: Any) -> dict[str, Any]:
@@ -285,4 +287,4 @@ def _described(value: Any) -> Any:
     if isinstance(value, Schedule):
         kind = re.sub(r"(?<!^)(?=[A-Z])", "-", type(value).__name__).lower()  # OffUntil is off-until
         return {"kind": kind} | _plain(value)
-    return plain_value(value)
+    return _plain(value) if is_dataclass(value) else plain_value(value)

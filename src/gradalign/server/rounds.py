@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradalign.algorithms.rules import ClientReport, ServerRule
 from gradalign.algorithms.view import SharedSums
 from gradalign.client.exchange import Broadcast, Participant, Reply, Update
 from gradalign.client.flat import Point, all_finite
-from gradalign.client.trainer import one_thread
+from gradalign.client.trainer import named_failure, one_thread
 from gradalign.engines import Engine
 from gradalign.errors import DivergedError, TooFewClientsError
 from gradalign.server.federation import Federation, ServerState, Totals
@@ -35,10 +36,16 @@ class RoundFacts:
 
 
 class Sums:
-    """The server's sums over one phase's replies, in float64 and client order, and what was spent on them."""
+    """The server's sums over one phase's replies, in float64 and client order, and what was spent on them.
 
-    def __init__(self, point: Point) -> None:
+    With a rule that ``sees_each``, also Σ w_i a_i Δ_i and what that rule is told of every client.
+    """
+
+    def __init__(self, point: Point, rule: ServerRule | None = None) -> None:
         self.vector = torch.zeros(point.x.shape, dtype=torch.float64)
+        self._rule = rule if rule is not None and rule.sees_each else None
+        self.counted = self.vector if self._rule is None else torch.zeros_like(self.vector)
+        self.reports: list[ClientReport] = []
         self.floats = torch.zeros(point.floats.shape, dtype=torch.float64)
         self.ints = point.ints
         self.weight = self.loss = self.step_size = 0.0
@@ -61,6 +68,8 @@ class Sums:
             self.steps += sum(reply.steps)
             sizes = zip(reply.weights, reply.total_step_sizes, strict=True)
             self.step_size += sum(weight * size for weight, size in sizes)
+            if self._rule is not None:
+                self._count(reply, self._rule)
         self.weights |= zip(reply.clients, reply.weights, strict=True)
         self.weight += sum(reply.weights)
         self.loss += sum(weight * loss for weight, loss in zip(reply.weights, reply.losses, strict=True))
@@ -74,6 +83,14 @@ class Sums:
         """Return the means of what clients reported for the algorithm of this label, over those that did."""
         own = {name: fact for name, fact in self._facts.items() if name.startswith(f"{label}.")}
         return {name.removeprefix(f"{label}."): total / weight for name, (total, weight) in own.items()}
+
+    def _count(self, reply: Update, rule: ServerRule) -> None:
+        """Add a lone client's update as often as the rule counts it."""
+        (client,), (weight,), vector = reply.clients, reply.weights, reply.vector.cpu()
+        norm, (steps,), (size,) = float(vector.double().norm()), reply.steps, reply.total_step_sizes
+        one = ClientReport(client=client, weight=weight, steps=steps, total_step_size=size, norm=norm)
+        self.counted.add_(vector, alpha=reply.factor * rule.factor(one))
+        self.reports.append(one)
 
     def add_kept(self, label: str, client: int, old: Tensor | None, new: Tensor, weight: float) -> None:
         """Add a client's new k_i, given the old one."""
@@ -106,7 +123,7 @@ class _Round:
             participants=self.sampled,
             shared={part.label: zero for part in algorithm.keepers} | shared,
             weight_decay=federation.local.weight_decay,
-            one_by_one=bool(algorithm.keepers),
+            one_by_one=bool(algorithm.keepers) or algorithm.server.sees_each,
         )
 
     def participants(self) -> Iterator[Participant]:
@@ -135,15 +152,16 @@ class _Round:
     def train(self, engine: Engine) -> Sums:
         """Let the clients train that do not fall silent, and add up what they report."""
         speaking = [one for one in self.participants() if not self.federation.silent(self.state.round, one.client)]
-        known, sums = {one.client: one for one in speaking}, Sums(self.state.point)
+        known, sums = {one.client: one for one in speaking}, Sums(self.state.point, self.told.algorithm.server)
         for reply in engine.train(self.told, speaking):
             self.require_finite("loss", reply)
-            sums.add(reply)
-            for part in self.told.algorithm.keepers:
-                one = known[reply.clients[0]]
-                view = self.told.view(part.label, one, self.gradients.get(one.client))
-                new = part.keep(view, reply.vector.cpu(), reply.total_step_sizes[0])  # k_i⁺
-                sums.add_kept(part.label, one.client, view.kept, new, reply.weights[0])
+            with named_failure(f"the server's part of {self.told.algorithm.label}"):
+                sums.add(reply)
+                for part in self.told.algorithm.keepers:
+                    one = known[reply.clients[0]]
+                    view = self.told.view(part.label, one, self.gradients.get(one.client))
+                    new = part.keep(view, reply.vector.cpu(), reply.total_step_sizes[0])  # k_i⁺
+                    sums.add_kept(part.label, one.client, view.kept, new, reply.weights[0])
         self.require_enough(sums, "training phase", engine)
         return sums
 
@@ -220,8 +238,10 @@ class _Round:
             if new is not None:
                 shared[part.label] = new
             numbers[part.label] = dict(part.next_numbers(seen))
-        update = algorithm.corrected(mean, shared, sums.reported)
-        x, memory = algorithm.server.step(state.point.x.double(), update, state.memory)
+        update = algorithm.corrected(sums.counted / sums.weight, shared, sums.reported)
+        clients = [replace(one, weight=one.weight / sums.weight) for one in sums.reports]
+        told = (clients,) if algorithm.server.sees_each else ()
+        x, memory = algorithm.server.step(state.point.x.double(), update, state.memory, *told)
         x = x.to(state.point.x.dtype)
         if not all_finite(x):
             raise self.diverged("model", "on the server")
@@ -237,7 +257,8 @@ def play_round(federation: Federation, engine: Engine, state: ServerState) -> tu
     """Play one round and return the state after it; the state before is left as it is."""
     # The server's own sums gain little from threads, and would take the cores away from the workers.
     with one_thread():
-        play = _Round(federation, state)
+        with named_failure(f"the server's part of {federation.algorithm.label}"):  # it may be anybody's own code
+            play = _Round(federation, state)
         if play.told.algorithm.needs_gradients:
             play.gradient_phase(engine)
         sums = play.train(engine)
@@ -250,4 +271,5 @@ def play_round(federation: Federation, engine: Engine, state: ServerState) -> tu
             reported=sums.reported,
             failed=play.sampled - silent - sums.reported,
         )
-        return play.close(sums), facts
+        with named_failure(f"the server's part of {federation.algorithm.label}"):
+            return play.close(sums), facts

@@ -18,14 +18,14 @@ from gradalign.server.runner import RunOptions
 from gradalign.sweep import protocol
 from gradalign.sweep.grid import Point, describe_point
 from gradalign.sweep.plan import SweepPlan, TrialRunner, folder_name
-from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BETA, BelowBestPruner, Found, Outcome, Stage
+from gradalign.sweep.protocol import FINALISTS, TEST, TEST_BASELINE, TEST_BETA, BelowBestPruner, Found, Outcome, Stage
 from gradalign.sweep.results import TrialsFile, write_results
 from gradalign.sweep.storage import opened
 from gradalign.sweep.study import ClaimedTrial, Job, StageStudy, Worker, working_in
 from gradalign.tracking.progress import SweepBar, score_words, sweep_bar
 
 _POLL_SECONDS = 0.5
-_FINAL = (FINALISTS, TEST, TEST_BETA)
+_FINAL = (FINALISTS, TEST, TEST_BASELINE, TEST_BETA)
 
 
 def run_sweep(
@@ -39,7 +39,7 @@ def run_sweep(
     with _at_work(plan, folder, options, _sizes(plan), storage=storage, study=study, show=show) as process:
         found = process.run()
     summary = write_results(folder, plan, found)
-    runs = [folder / one.facts["folder"] for one in found.tested if "folder" in one.facts]
+    runs = [folder / one.facts["folder"] for one in (*found.tested, *found.tested_baseline) if "folder" in one.facts]
     runs = [run for run in runs if (run / METRICS).exists()]  # others lie in another process's folder
     report = str(write_report(runs, folder / REPORT)) if runs else None
     return summary | {"folder": str(folder), "report": report}
@@ -88,8 +88,9 @@ def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
     finalists = min(plan.finalists, sum(trials for name, trials, _ in sizes if name != "baseline"))
     betas = sum(trials for name, trials, _ in sizes if name.startswith("beta-"))
     later = [(FINALISTS, finalists * (plan.seeds - 1), rounds)] if plan.seeds > 1 else []
+    baseline = [(TEST_BASELINE, plan.seeds, rounds)] if plan.search.baseline else []
     figure = [(TEST_BETA, betas, rounds)] if plan.test_beta else []
-    return [*sizes, *later, (TEST, finalists * plan.seeds, rounds), *figure]
+    return [*sizes, *later, (TEST, finalists * plan.seeds, rounds), *baseline, *figure]
 
 
 def _jobs(pairs: Iterable[tuple[Point | None, int]]) -> list[Job]:
@@ -130,6 +131,7 @@ class _Process:
         validated = self._final_stage(FINALISTS, later, words) if later else []
         words = f"{best} {seeds} seed{'s' * (seeds > 1)}, trained on all training data, scored on the test set"
         tested = self._final_stage(TEST, jobs, words)
+        tested_baseline = self._test_baseline(protocol.best_of(baseline, "the baseline"), tested) if baseline else []
         tested_betas: list[Outcome] = []
         if self.plan.test_beta:  # by now everything is decided
             jobs = _jobs((one.point, first) for one in tuned if one.stage in ("beta-coarse", "beta-fine"))
@@ -140,6 +142,7 @@ class _Process:
             finalists=finalists,
             validated=validated,
             tested=tested,
+            tested_baseline=tested_baseline,
             tested_betas=tested_betas,
         )
 
@@ -152,6 +155,14 @@ class _Process:
         what += f" ({describe_point(stage.fixed)})" if stage.fixed else ""
         return self._work(stage, jobs, pruner, what)
 
+    def _test_baseline(self, best: Outcome, tested: Sequence[Outcome]) -> list[Outcome]:
+        """Test the tuned algorithm without alignment like the finalists, with as much communication as they had."""
+        first, seeds = self.plan.seed, self.plan.seeds
+        stage = Stage(name=TEST_BASELINE, entry=best.entry, lists={}, rounds=protocol.equal_rounds(tested, best))
+        jobs = _jobs((best.point, seed) for seed in range(first, first + seeds))
+        words = f"the best trial of {best.entry} with {seeds} seed{'s' * (seeds > 1)}, as much communication"
+        return self._work(stage, jobs, NopPruner(), f"{words}, scored on the test set")
+
     def _final_stage(self, name: str, jobs: list[Job], what: str) -> list[Outcome]:
         return self._work(Stage(name=name, entry=self.plan.search.entry, lists={}), jobs, NopPruner(), what)
 
@@ -160,7 +171,7 @@ class _Process:
         study = StageStudy(self.storage, f"{self.study}/{stage.name}", self.worker, stage, pruner, self.plan.seed)
         place = f"stage {len(self._outcomes) + 1} of {self.stages}, {stage.name}"
         self.bar.say(f"{place}: {what}; {len(jobs)} trial{'s' * (len(jobs) != 1)}")
-        self.bar.begin(stage.name, len(jobs), self.plan.spec(stage.entry, {}).rounds)
+        self.bar.begin(stage.name, len(jobs), stage.rounds or self.plan.spec(stage.entry, {}).rounds)
         while True:
             outcomes = self._outcomes[stage.name] = study.outcomes(jobs)
             running = sum(one.state == "running" for one in outcomes)
@@ -182,7 +193,8 @@ class _Process:
         name = folder_name(job.slot, claim.point) + ("" if searching else f"_seed{job.seed}")
         place = Path(TRIALS) / stage.name / name
         try:
-            spec = self.plan.spec(stage.entry, claim.point, job.seed, test=stage.name in (TEST, TEST_BETA))
+            test = stage.name in (TEST, TEST_BASELINE, TEST_BETA)
+            spec = self.plan.spec(stage.entry, claim.point, job.seed, test=test, rounds=stage.rounds)
             with study.beating(claim):
                 trial = claim.trial if searching else None
                 state, score, facts = self.runner.run(spec, self.folder / place, trial, self.bar.row)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from gradalign.errors import GradalignError
 from gradalign.recipes import merge
-from gradalign.recipes.build import accepted_parameters, parts_of
+from gradalign.recipes.names import accepted_parameters, parts_of
 from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, explain
 
 Value = float | int | str

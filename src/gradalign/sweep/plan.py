@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError
-from gradalign.recipes import Recipe, merge, unused_changes
+from gradalign.recipes import Recipe, merge
 from gradalign.recipes.build import build_federation, task_of
-from gradalign.recipes.scale import apply_scale
+from gradalign.recipes.names import unused_changes
+from gradalign.recipes.scale import apply_scale, lay_over
 from gradalign.recipes.spec import Spec, SweepSpec, explain, validate
 from gradalign.runs import METRICS, safe_name
 from gradalign.runs.metrics import read_metrics
@@ -57,9 +58,11 @@ class SweepPlan:
     def name(self) -> str:
         return f"{self.spec(self.search.entry, {}).name}-{self.search.entry}"
 
-    def spec(self, entry: str, point: Point, seed: int | None = None, *, test: bool = False) -> Spec:
+    def spec(
+        self, entry: str, point: Point, seed: int | None = None, *, test: bool = False, rounds: int | None = None
+    ) -> Spec:
         chosen = self.seed if seed is None else seed
-        return trial_spec(self.recipe, entry, point, chosen, None if test else self.holdout)
+        return trial_spec(self.recipe, entry, point, chosen, None if test else self.holdout, rounds)
 
     def entries(self) -> list[str]:
         return [self.search.entry] + ([self.search.baseline] if self.search.baseline else [])
@@ -149,7 +152,9 @@ def _check(plan: SweepPlan) -> None:
             task = build_federation(plan.spec(entry, point), task).task
 
 
-def trial_spec(recipe: Recipe, entry: str, point: Point, seed: int, holdout: float | None) -> Spec:
+def trial_spec(
+    recipe: Recipe, entry: str, point: Point, seed: int, holdout: float | None, rounds: int | None = None
+) -> Spec:
     """Return the experiment of one trial.
 
     A trial of the search holds validation examples out and measures nothing but them, about twenty times. Without
@@ -160,6 +165,7 @@ def trial_spec(recipe: Recipe, entry: str, point: Point, seed: int, holdout: flo
         data = merge(data, {"clients": {"holdout": holdout}, "measure": {"train_every": 0}})
     source = f"{recipe.source} ({entry})"
     data = apply_scale(data, source) | {"seed": seed}
+    data = data if rounds is None else lay_over(data, {"rounds": rounds})
     if holdout is not None:
         rounds = validate(data, source).rounds
         data = merge(data, {"measure": {"test_every": max(1, rounds // _SCORES)}})
@@ -219,6 +225,7 @@ class TrialRunner:
             f"{scored}_accuracy": last.get(f"{scored}_accuracy"),
             f"{scored}_loss": last.get(f"{scored}_loss"),
             "rounds_done": rows[-1]["round"] if rows else 0,
+            "communication_rounds": rows[-1]["communication_rounds"] if rows else 0,
             "rounds": spec.rounds,
             "seconds": rows[-1]["seconds"] if rows else 0.0,
         }

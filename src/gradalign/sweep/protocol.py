@@ -17,11 +17,12 @@ from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial
 
 from gradalign.errors import GradalignError
-from gradalign.recipes.build import algorithm_names
+from gradalign.recipes.names import algorithm_names
 from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_values, ordered
 
 State = Literal["complete", "pruned", "diverged", "running"]
-FINALISTS, TEST, TEST_BETA = "finalists", "test", "test-beta"  # the stages after the search
+# The stages after the search.
+FINALISTS, TEST, TEST_BASELINE, TEST_BETA = "finalists", "test", "test-baseline", "test-beta"
 _WITHOUT_ALIGNMENT = {"fedga": "fedavg", "gradalign": "largebatchsgd"}
 
 
@@ -29,7 +30,7 @@ _WITHOUT_ALIGNMENT = {"fedga": "fedavg", "gradalign": "largebatchsgd"}
 class Stage:
     """A set of trials that are chosen together; ``entry`` is the algorithm, or the entry of the recipe's comparisons.
 
-    ``trials`` is how many the TPE sampler makes; None tries every combination.
+    ``trials`` is how many the TPE sampler makes; None tries every combination. ``rounds`` replaces the recipe's.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Stage:
     lists: Mapping[str, Sequence[Value]]
     fixed: Point = field(default_factory=dict)
     trials: int | None = None
+    rounds: int | None = None
 
     def points(self) -> list[Point]:
         return [ordered(self.fixed | point) for point in combinations(self.lists)]
@@ -74,6 +76,7 @@ class Found:
         finalists: The best of ``tuned``, best first.
         validated: The finalists with the further seeds, on held-out training data.
         tested: The finalists with all seeds, trained on all training data and scored on the test set.
+        tested_baseline: The best of ``baseline`` likewise, with as much communication.
         tested_betas: Every β of the search likewise, with one seed, when it was asked for.
     """
 
@@ -82,10 +85,12 @@ class Found:
     finalists: list[Outcome]
     validated: list[Outcome]
     tested: list[Outcome]
+    tested_baseline: list[Outcome]
     tested_betas: list[Outcome]
 
     def all(self) -> list[Outcome]:
-        return [*self.baseline, *self.tuned, *self.validated, *self.tested, *self.tested_betas]
+        tested = [*self.tested, *self.tested_baseline, *self.tested_betas]
+        return [*self.baseline, *self.tuned, *self.validated, *tested]
 
 
 Evaluate = Callable[[Stage, Sequence[Outcome]], list[Outcome]]
@@ -199,6 +204,16 @@ def tune(search: Search, evaluate: Evaluate) -> tuple[list[Outcome], list[Outcom
     beta = best_of(found, "the search for beta").point["beta"]
     rest = Stage(name="others", entry=search.entry, lists=search.others, fixed={"beta": beta}, trials=search.trials)
     return found + evaluate(rest, found), before
+
+
+def equal_rounds(tuned: Sequence[Outcome], baseline: Outcome) -> int | None:
+    """Return the rounds in which the baseline spends as much communication as these runs; None where it is not known.
+
+    A round with a gradient phase costs two communications, one without it costs one.
+    """
+    budget = max((one.facts.get("communication_rounds") or 0 for one in tuned), default=0)
+    spent, rounds = (baseline.facts.get(name) or 0 for name in ("communication_rounds", "rounds_done"))
+    return max(1, budget * rounds // spent) if budget and spent else None
 
 
 def clearly_below(score: float, others: Iterable[float], margin: float) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from gradalign.sweep.plan import SweepPlan, plain
 from gradalign.sweep.protocol import (
     FINALISTS,
     TEST,
+    TEST_BASELINE,
     TEST_BETA,
     Found,
     Outcome,
@@ -32,6 +32,7 @@ from gradalign.sweep.protocol import (
     count_states,
     scoring_of,
 )
+from gradalign.sweep.verdict import compare_with_baseline, known
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,9 +85,9 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
             {
                 "values": first.point,
                 f"validation_{scoring.name}": spread([sign * score for score in scores]),
-                f"test_{scoring.name}": spread(_known(runs, f"test_{scoring.name}")),
-                "test_accuracy": spread(_known(runs, "test_accuracy")),
-                "test_loss": spread(_known(runs, "test_loss")),
+                f"test_{scoring.name}": spread(known(runs, f"test_{scoring.name}")),
+                "test_accuracy": spread(known(runs, "test_accuracy")),
+                "test_loss": spread(known(runs, "test_loss")),
                 "diverged": sum(one.state == "diverged" for one in (*again, *runs)),
                 "folders": [one.facts["folder"] for one in (first, *again, *runs) if "folder" in one.facts],
             }
@@ -96,36 +97,36 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
     return [row | {"chosen": place == best} for place, row in enumerate(rows)]
 
 
-def _known(outcomes: Sequence[Outcome], name: str) -> list[float]:
-    values = [one.facts.get(name) for one in outcomes if one.state == "complete"]
-    return [float(value) for value in values if value is not None and math.isfinite(value)]
-
-
 def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
     stages: dict[str, list[Outcome]] = {}
     for one in found.all():
         stages.setdefault(one.stage, []).append(one)
     finalists = finalists_table(found)
+    chosen = next(row["values"] for row in finalists if row["chosen"])
+    scoring = scoring_of(found.tuned)
     spec = plan.spec(plan.search.entry, {})
     baseline = best_of(found.baseline, "the baseline") if found.baseline else None
     return {
         "kind": "sweep",
-        "score": scoring_of(found.tuned).name,
-        "larger_is_better": scoring_of(found.tuned).larger,
+        "score": scoring.name,
+        "larger_is_better": scoring.larger,
         "scale": describe_scale(spec),
         **{key: value for key, value in plan.describe().items() if key != "recipes"},
         "baseline": plan.search.baseline,
         "seeds": list(range(plan.seed, plan.seed + plan.seeds)),
         "stages": [_stage_row(name, outcomes) for name, outcomes in stages.items()],
         "finalists": finalists,
-        "best": next(row["values"] for row in finalists if row["chosen"]),
+        "best": chosen,
         "baseline_best": {"values": baseline.point, "validation_score": baseline.score} if baseline else None,
+        "does_it_help": compare_with_baseline(found, chosen, scoring),
         "versions": versions(),
     }
 
 
 def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    searched = name not in (FINALISTS, TEST, TEST_BETA) and any(one.score is not None for one in outcomes)
+    searched = name not in (FINALISTS, TEST, TEST_BASELINE, TEST_BETA) and any(
+        one.score is not None for one in outcomes
+    )
     best = best_of(outcomes, name) if searched else None
     return {
         "name": name,
@@ -146,7 +147,7 @@ def best_recipe(plan: SweepPlan, best: Point, baseline: Point | None) -> dict[st
     """Return the recipe with the best values; its [compare] sets the tuned baseline beside it."""
     tables = apply_point(plan.recipe.tables_for(plan.search.entry), best)
     name = tables["algorithm"]["name"]
-    compare: dict[str, Any] = {"algorithms": [name], "seeds": plan.seeds, "curves": plan.recipe.compare.curves}
+    compare = plan.recipe.compare.model_dump(include={"curves", "equal"}) | {"algorithms": [name], "seeds": plan.seeds}
     if plan.search.baseline is not None and baseline is not None:
         own = plan.recipe.tables_for(plan.search.baseline)
         settings = merge(plan.recipe.compare.settings.get(plan.search.baseline, {}), apply_point({}, baseline))

@@ -6,7 +6,7 @@ else is learned about the table before training is learned from training rows al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,9 +74,9 @@ def table_task(
         raise GradalignError(f"{path} has changed: its SHA-256 is {digest}, and task.sha256 says {sha256}")
     owners, names, small = _owners(file.column(str(client)), whole("task.min_rows", min_rows, 1))
     goal = _goal(file.column(str(target)), owners >= 0, kind)
-    together = None if group is None else file.column(group)
+    groups = None if group is None else _groups(file.column(group))
     parts = [np.flatnonzero(owners == one) for one in range(owners.max() + 1)]
-    train, test = _split(parts, goal, together, real("task.test_share", test_share, 0.0, 1.0, below=True), seed)
+    train, test = _split(parts, goal, groups, real("task.test_share", test_share, 0.0, 1.0, below=True), seed)
     tested = np.concatenate(test)
     if not len(tested):
         raise GradalignError(f"{path}: no row is left for testing; raise task.test_share, or use larger clients")
@@ -88,17 +88,18 @@ def table_task(
     targets, words = goal.encode(train)
     pool = (torch.from_numpy(inputs.astype(np.float32)), targets)
     sizes = (inputs.shape[1], len(goal.classes) or 1)
+    make: Callable[[], nn.Module] = partial(nn.Linear, *sizes)
+    if model == "mlp":
+        make = partial(mlp, *sizes, whole("task.hidden", hidden, 1))
     return Task(
         name=path.stem,
-        model=partial(nn.Linear, *sizes)
-        if model == "linear"
-        else partial(mlp, *sizes, whole("task.hidden", hidden, 1)),
+        model=make,
         clients=PartitionedClients(pool, train),
         test=TensorExamples(pool, torch.from_numpy(tested)),
         client_tests=[TensorExamples(pool, torch.from_numpy(own)) if len(own) else None for own in test],
         loss=F.cross_entropy if goal.classes else F.mse_loss,
         metrics=goal.metrics(train, tested),
-        groups=None if together is None else [together.values[own].astype(np.int64) for own in train],
+        groups=None if groups is None else [groups[own] for own in train],
         client_names=names,
         class_names=goal.classes,
         facts={
@@ -215,13 +216,16 @@ def _goal(column: Column, used: NDArray[np.bool_], kind: str | None) -> _Goal:
     return _Goal(name=name, values=values, classes=[column.words(value) for value in found])
 
 
+def _groups(column: Column) -> Rows:
+    column.require_whole("the group")
+    return np.unique(column.values, return_inverse=True)[1].astype(np.int64)
+
+
 def _split(
-    parts: Sequence[Rows], goal: _Goal, together: Column | None, share: float, seed: int
+    parts: Sequence[Rows], goal: _Goal, groups: Rows | None, share: float, seed: int
 ) -> tuple[list[Rows], list[Rows]]:
     """Return each client's training rows and test rows."""
-    if together is not None:
-        together.require_whole("the group")
-        _, groups = np.unique(together.values, return_inverse=True)
+    if groups is not None:
         sides = split_groups(spans_of([groups[rows] for rows in parts], [len(rows) for rows in parts]), share, seed)
         train, test = ([rows[own] for rows, own in zip(parts, side, strict=True)] for side in sides)
         return train, test

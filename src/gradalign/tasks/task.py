@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from gradalign.errors import ClientError, GradalignError, no_exit
+from gradalign.errors import ClientError, GradalignError, no_exit, told
 from gradalign.seeding import Purpose, global_stream
 from gradalign.tasks.batches import Examples, TensorExamples, Transform, as_examples, example_count
 from gradalign.tasks.metrics import Metric, NamedMetric, check_metrics
@@ -76,7 +76,7 @@ def _require_whole(model: nn.Module) -> None:
     try:
         model.state_dict()
     except Exception as error:  # a get_extra_state or a hook of the user's own
-        raise ClientError(f"the model's state cannot be read: {type(error).__name__}: {error}") from error
+        raise ClientError(f"the model's state cannot be read: {told(error)}") from error
 
 
 def _row_numbers(client: int, part: Any) -> Tensor:
@@ -221,7 +221,7 @@ class Task:
 
     def __repr__(self) -> str:
         """Return name and counts: data and models are long."""
-        words = [f"{len(self.clients):,} clients"]
+        words = [f"{len(self.clients):,} client{'s' * (len(self.clients) != 1)}"]
         if (sizes := self.sizes) is not None:
             words.append(f"{int(sizes.sum()):,} training examples")
         if self.test_examples is not None:
@@ -273,7 +273,7 @@ class Task:
             except GradalignError:
                 raise
             except Exception as error:
-                message = f"the model of the task {self.name} could not be made: {type(error).__name__}: {error}"
+                message = f"the model of the task {self.name} could not be made: {told(error)}"
                 raise ClientError(message) from error
         if not isinstance(model, nn.Module):
             raise GradalignError(f"Task.model must make a torch.nn.Module, got {type(model).__name__}")

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from gradalign.algorithms.schedule import require
+from gradalign.client import LocalTraining
 from gradalign.client.trainer import named_failure, one_thread
 from gradalign.errors import GradalignError, whole
 from gradalign.server.measure import probe_clients
@@ -90,6 +91,12 @@ class Diagnosis:
     """The β to search in; None where the gradients agree so well that there is none."""
     beta_scaffold: float
     """α(K−1)/2, at which FedGA aligns as much as SCAFFOLD does."""
+    trained: float
+    """Examples that a client trains on in a round, K batches, in the mean over the measured clients."""
+    gradient_examples: float
+    """Examples of which a client takes the gradient beside them, to be aligned."""
+    form: str
+    """What alignment costs, and which of FedGA's forms to try."""
     verdict: str
     """aligned, iid-like, misaligned, or unknown where no random split can tell."""
     sentence: str
@@ -122,6 +129,7 @@ def diagnose(
     splits: int = SPLITS,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    local: LocalTraining | None = None,
 ) -> Diagnosis:
     """Measure the clients' gradients at the model's first point and say whether they disagree more than by chance.
 
@@ -135,6 +143,7 @@ def diagnose(
         splits: How many random splits the clients are compared with; each costs one pass over the examples.
         seed: The seed of the model's first point and of every random choice.
         device: Where the model runs.
+        local: How clients will train, for what alignment costs; K steps on the whole client when not given.
     """
     if len(task.clients) < 2:
         raise GradalignError(f"the task {task.name} has one client; a diagnosis compares at least 2")
@@ -156,11 +165,32 @@ def diagnose(
             )
         halves = [within_client(probe, point, client) for client in probe.clients]
         null = null_of(probe, point, splits)
-    return _conclude(probe, found, null, halves, lr, steps)
+        sizes = [len(task.client(client, seed)) for client in chosen]
+    return _conclude(probe, found, null, halves, lr, steps, _spent(local or LocalTraining(steps=steps), sizes))
+
+
+def _spent(local: LocalTraining, sizes: Sequence[int]) -> tuple[float, float]:
+    """Return the examples that a client trains on in a round, and those of its gradient at x, in the mean."""
+    trained = sum(local.steps_for(size) * local.batch_for(size) for size in sizes)
+    measured = sum(min(size, local.gradient_examples or size) for size in sizes)
+    return trained / len(sizes), measured / len(sizes)
+
+
+def form_to_try(verdict: str, trained: float, gradient: float) -> str:
+    """Say what alignment costs in trips and gradients, and which form to try: the cheapest that can help, first."""
+    extra = f"the gradients of {gradient:,.0f} examples a client beside the {trained:,.0f} of its steps"
+    extra += f" (+{gradient / trained:.0%})"
+    costs = f'FedGA as in the paper costs 2 trips a round where FedAvg has 1, and {extra}; mean="running" costs 1 trip '
+    costs += 'and the same gradients; mean="kept" 1 trip and no gradient, but every client remembers a vector.'
+    if verdict == "aligned":
+        return f"{costs} Try none of them before FedAvg."
+    first = "kept" if gradient > trained else "running"
+    why = "its steps cost less than a gradient" if first == "kept" else "at FedAvg's trips"
+    return f'{costs} Try mean="{first}" first ({why}), then the paper\'s.'
 
 
 def _conclude(
-    probe: Probe, found: Spread, null: Null, halves: Sequence[HalfSplit | None], lr: float, steps: int
+    probe: Probe, found: Spread, null: Null, halves: Sequence[HalfSplit | None], lr: float, steps: int, spent: Range
 ) -> Diagnosis:
     lengths = np.array(found.distances) / found.mean_norm
     relative = math.sqrt(2.0 * found.r) / found.mean_norm
@@ -196,6 +226,9 @@ def _conclude(
         beta_low=betas[0] if betas else None,
         beta_high=betas[1] if betas else None,
         beta_scaffold=0.5 * lr * (steps - 1),
+        trained=spent[0],
+        gradient_examples=spent[1],
+        form=form_to_try(verdict, *spent),
         verdict=verdict,
         sentence=_sentence(verdict, relative, excess, p_value, betas, null.why_not),
     )

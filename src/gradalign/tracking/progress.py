@@ -1,7 +1,9 @@
-"""Progress of long work, for people: bars on standard error, nothing when it is not a terminal."""
+"""Progress of long work, for people, on standard error: bars in a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,7 @@ from gradalign.errors import shown_text
 from gradalign.tracking.line import accuracy_note
 
 _SPEED_SECONDS = 1800.0
+_LINE_SECONDS = 30.0
 _NAME, _NOTE = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
 
 
@@ -27,20 +30,39 @@ def score_words(name: str, shown: float) -> str:
     return f"accuracy {shown:.2f} %" if name == "accuracy" else f"{name} {shown:.4g}"
 
 
+class _Lines:
+    """Progress for a pipe or a log: a line at every tenth of the work, and after half a minute without one."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
+        self._tenths = 0
+
+    def show(self, name: str, completed: int, total: int, note: str) -> None:
+        now, tenths = time.monotonic(), 10 * completed // max(total, 1)
+        if completed and (tenths > self._tenths or now - self._last >= _LINE_SECONDS):
+            self._last, self._tenths = now, max(tenths, self._tenths)
+            words = f"{100 * completed // total} % ({completed:,} of {total:,} rounds) after {now - self._began:.0f} s"
+            print(shown_text(": ".join(filter(None, (words, name, note)))), file=sys.stderr, flush=True)
+
+
 @contextmanager
 def rounds_bar(rounds: int, label: str = "") -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
     """Show the rounds of all runs in one bar; yields a function to call with a run's label and each of its rows."""
     columns = (_NAME, BarColumn(), MofNCompleteColumn(), _NOTE, TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console, lines = Console(stderr=True), _Lines()
+    done: dict[str, int] = {}
+    note = ""
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task(_plain(label), total=rounds, note="")
-        done: dict[str, int] = {}
-        note = ""
 
         def tick(label: str, row: Mapping[str, Any]) -> None:
             nonlocal note
             note = accuracy_note(row, note)
             done[label] = row["round"]
-            progress.update(bar, completed=sum(done.values()), description=_plain(label), note=note)
+            completed = sum(done.values())
+            if not console.is_terminal:
+                lines.show(label, completed, rounds, note)
+            progress.update(bar, completed=completed, description=_plain(label), note=note)
 
         yield tick
 
@@ -54,6 +76,7 @@ class SweepBar:
         self._done: dict[str, int] = {}
         self._stage, self._trials, self._rounds, self._settled = "", 0, 1, 0
         self._bar = None if progress is None else progress.add_task("sweep", total=sum(units.values()), note="")
+        self._lines = _Lines()
 
     def say(self, text: str) -> None:
         self._console.print(escape(text), soft_wrap=True, highlight=False)
@@ -73,9 +96,11 @@ class SweepBar:
         self._show(accuracy_note(row), row["round"])
 
     def _show(self, note: str, rounds: int = 0) -> None:
-        if self._progress is not None and self._bar is not None:
-            name = f"{self._stage} {self._settled}/{self._trials}"
-            total, completed = sum(self._units.values()), sum(self._done.values()) + rounds
+        name = f"{self._stage} {self._settled}/{self._trials}"
+        total, completed = sum(self._units.values()), sum(self._done.values()) + rounds
+        if self._progress is None or self._bar is None:
+            self._lines.show(name, completed, total, note)
+        else:
             self._progress.update(self._bar, description=name, total=total, completed=completed, note=note)
 
 

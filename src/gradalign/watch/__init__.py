@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import GradalignError, shown_text
-from gradalign.recipes import is_outside, task_name
+from gradalign.recipes.trust import outside_names
 from gradalign.runs import COMPARISON, METRICS, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, TRIALS, safe_name
 from gradalign.runs.folder import is_held
 from gradalign.runs.metrics import MetricsTail
@@ -110,7 +110,7 @@ class Followed:
         if "name" not in self.spec:  # made from Python objects: the folder cannot make them again
             return f'call gradalign.run again with out="{self.folder}", resume=True'
         options = ["--out", str(self.folder), "--resume"]
-        if is_outside(task_name(self.spec)):  # anybody's code: only whoever knows the recipe should run it
+        if outside_names(self.spec):  # anybody's code: only whoever knows the recipe should run it
             return f"gradalign run RECIPE {shlex.join(options)} (RECIPE and options as before)"
         return shlex.join(["gradalign", "run", str(self.folder / SPEC), *options])
 

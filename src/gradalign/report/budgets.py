@@ -1,0 +1,143 @@
+"""What is reached for the same: at equal communication first, equal local updates second, equal computation third."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from gradalign.report.experiments import Experiment, Group, table_of
+from gradalign.report.statistics import TableRow, in_order, mean_and_std, pairs_of, told_apart
+from gradalign.runs.read import Row, Run
+from gradalign.runs.untrusted import number_of
+
+VIEWS = {"communication_rounds": "communication", "local_updates": "local updates", "examples": "computation"}
+_UNITS = {"communication_rounds": "communication rounds", "local_updates": "local updates", "examples": "examples"}
+_TO_TARGET = {"communication_rounds": "communication rounds", "local_updates": "local updates", "bytes": "MB sent"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The most that every finished run of an experiment has spent in one coin."""
+
+    axis: str
+    most: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.most:,.0f} {_UNITS[self.axis]}"
+
+    def scores(self, group: Group) -> list[float]:
+        """Return what every finished run had within the budget, as its last measurement there tells it."""
+        key = f"{group.scored_on}_accuracy"
+        return [score for run in group.complete if (score := self._score(run, key)) is not None]
+
+    def _score(self, run: Run, key: str) -> float | None:
+        within = (row for row in run.rows if key in row and row.get(self.axis, math.inf) <= self.most)
+        return max(within, key=lambda row: row["round"], default={key: None})[key]
+
+
+def budgets_of(experiment: Experiment) -> list[Budget]:
+    """Return the budgets that all groups with results can be compared at, in the order of ``VIEWS``."""
+    complete = [run for group in experiment.groups if group.scores() for run in group.complete if run.rows]
+    found = []
+    for axis in VIEWS:
+        spent = [run.rows[-1].get(axis) for run in complete]
+        known = [value for value in spent if value is not None]
+        if known and len(known) == len(spent) and min(known) > 0:
+            found.append(Budget(axis=axis, most=min(known)))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Views:
+    """An experiment at equal budgets: a table, what the seeds tell, and the pairs, each with a cell for every view."""
+
+    heads: tuple[str, ...]
+    rows: list[TableRow]
+    answer: str
+    pair_heads: tuple[str, ...]
+    pairs: list[tuple[str, list[str]]]
+
+
+def equal_views(experiment: Experiment) -> Views | None:
+    """Compare the groups at equal budgets; None where no accuracy or no cost is known."""
+    budgets = budgets_of(experiment)
+    if not budgets:
+        return None
+    rows = _rows(experiment, lambda group: [mean_and_std(_percent(one.scores(group)), ".2f") for one in budgets])
+    judged = {one: [pair for pair in pairs_of(experiment, one.scores) if pair.ours] for one in budgets[:2]}
+    by_names: dict[str, list[str]] = {}
+    for pairs in judged.values():
+        for pair in pairs:
+            by_names.setdefault(pair.names, []).extend([pair.cells[0], pair.word])
+    answers = [f"At {one.words} each, {told_apart(pairs)}" for one, pairs in judged.items() if pairs]
+    return Views(
+        heads=tuple(f"at {one.words}" for one in budgets),
+        rows=rows,
+        answer=" ".join(answers),
+        pair_heads=tuple(head for one in judged for head in (f"at equal {VIEWS[one.axis]}", "told apart")),
+        pairs=list(by_names.items()),
+    )
+
+
+def _percent(values: Sequence[float]) -> list[float]:
+    return [100 * value for value in values]
+
+
+def _rows(experiment: Experiment, cells: Callable[[Group], list[str]]) -> list[TableRow]:
+    groups = [group for group in in_order(experiment) if group.complete]
+    numbers = [experiment.groups.index(group) for group in groups]
+    return [
+        TableRow(number=number, label=group.label, seeds=str(len(group.complete)), cells=tuple(cells(group)))
+        for number, group in zip(numbers, groups, strict=True)
+    ]
+
+
+def usual_target(bests: Sequence[Sequence[float]]) -> float | None:
+    """Return 95 % of the lowest of the algorithms' best accuracies, which are given seed by seed: all come that far."""
+    means = [fmean(values) for values in bests if values]
+    return round(0.95 * min(means), 3) if means else None
+
+
+def target_of(experiment: Experiment) -> float | None:
+    """Return the accuracy to be reached: the recipe's, or else the usual one."""
+    given = (number_of(table_of(run.spec.get("measure")).get("target_accuracy")) for run in experiment.runs)
+    bests = [group.finals(f"best_{group.scored_on}_accuracy") for group in experiment.groups]
+    return next((target for target in given if target is not None), usual_target(bests))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """An accuracy, and a table of what every group had spent when it first reached it."""
+
+    accuracy: float
+    heads: tuple[str, ...]
+    rows: list[TableRow]
+
+
+def to_target(experiment: Experiment) -> Target | None:
+    """Return what the target cost every group; None without accuracies."""
+    target = target_of(experiment)
+    if target is None or not any(group.scores() for group in experiment.groups):
+        return None
+
+    def cells(group: Group) -> list[str]:
+        firsts = [_first(run.rows, f"{group.scored_on}_accuracy", target) for run in group.complete]
+        return [_spent([row for row in firsts if row], axis, len(firsts)) for axis in _TO_TARGET]
+
+    return Target(accuracy=target, heads=tuple(_TO_TARGET.values()), rows=_rows(experiment, cells))
+
+
+def _first(rows: Sequence[Row], key: str, target: float) -> Mapping[str, Any] | None:
+    return next((row for row in rows if row.get(key, -1.0) >= target), None)
+
+
+def _spent(rows: Sequence[Mapping[str, Any]], axis: str, seeds: int) -> str:
+    values = [row[axis] / (1e6 if axis == "bytes" else 1) for row in rows if axis in row]
+    if not values:
+        return "not reached" if not rows else "–"
+    text = mean_and_std(values, ".3g" if axis == "bytes" else ",.0f")
+    return text + (f" ({len(values)} of {seeds} seeds)" if len(values) < seeds else "")
