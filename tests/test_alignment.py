@@ -150,7 +150,7 @@ def test_what_each_form_costs():
 
 @pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
 def test_a_beta_that_sets_itself_by_hand(mean):
-    """β = min(ρ/d, αK), d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal, K = 1."""
+    """β = min(ρ/d, α/2) for K = 1, d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal."""
     problem, lr, rho, decay = Quadratics.make(3, examples=(1, 2, 5)), 0.3, 0.2, 0.8
     shares, x, kept = np.array([1, 2, 5]) / 8, problem.start, None
     means, squares, betas = [], [], []
@@ -164,7 +164,7 @@ def test_a_beta_that_sets_itself_by_hand(mean):
         known = mean == "fresh" or number > 0
         past = decay ** np.arange(len(squares))
         apart = np.sqrt((past * np.array(squares)[::-1]).sum() / past.sum()) if squares else np.inf
-        beta = min(rho / apart, lr) if known and squares else 0.0
+        beta = min(rho / apart, lr / 2) if known and squares else 0.0
         moves = []
         for i in range(3):
             start = x - beta * (s - own[i]) if beta else x
@@ -177,7 +177,7 @@ def test_a_beta_that_sets_itself_by_hand(mean):
         means.append(-update / lr)
         x = x + update
         betas.append(beta)
-    assert 0.0 < min(betas[2:]) < lr, "the length decides in some rounds"
+    assert 0.0 < min(betas[2:]) < lr / 2, "the length decides in some rounds"
     algorithm = ga.FedGA(beta="auto", length=rho, decay=decay, mean=mean)
     found = run(problem, algorithm, rounds=5, lr=lr, weights="examples")
     assert found.history["beta"][1:] == pytest.approx(betas, abs=1e-14)
@@ -189,7 +189,7 @@ def test_equal_clients_leave_a_beta_that_sets_itself_finite_and_the_run_fedavg_s
     one = Quadratics.make(1)
     same = Quadratics(one.matrices * 4, one.centres * 4, one.start)
     plain, aligned = (run(same, a, rounds=6) for a in (ga.FedAvg(), ga.FedGA(beta="auto", mean=mean)))
-    assert all(beta <= 0.1 for beta in aligned.history["beta"][1:])
+    assert all(beta <= 0.05 for beta in aligned.history["beta"][1:])
     if mean == "fresh":
         assert vector(aligned).numpy() == pytest.approx(vector(plain).numpy(), abs=1e-15)
     flat = Quadratics([np.zeros((1, 3, 3))] * 3, [np.zeros((1, 3))] * 3, np.ones(3))
@@ -197,11 +197,13 @@ def test_equal_clients_leave_a_beta_that_sets_itself_finite_and_the_run_fedavg_s
 
 
 def test_a_distance_that_is_not_finite_teaches_nothing():
-    known = measured({}, 4.0, 0.5, 0.9)
+    known = measured({}, 4.0, 0.1, 0.5, 0.9)  # α = 0.1, K = 5
     assert beta_of(0.3, known) == 0.15
-    assert measured(known, float("inf"), 0.5, 0.9) == measured(known, float("nan"), 0.5, 0.9) == known
+    for odd in (float("inf"), float("nan")):
+        assert measured(known, odd, 0.1, 0.5, 0.9) == known
     assert beta_of(0.3, {}) == 0.0
-    assert beta_of(0.3, measured({}, 1e-300, 0.5, 0.9)) == 0.5
+    assert beta_of(0.3, measured({}, 1e-300, 0.1, 0.5, 0.9)) == beta_of(9.0, known) == 0.2
+    assert beta_of(9.0, measured({}, 4.0, 0.1, 0.1, 0.9)) == 0.05, "K = 1"
 
 
 def test_a_length_may_follow_the_rounds_and_rests_cost_one_trip():

@@ -49,7 +49,7 @@ def test_defaults_of_algorithms(made, values):
 
 def test_the_length_that_auto_has_where_none_is_given():
     """docs/beta.md says where it comes from."""
-    assert ga.FedGA(beta="auto").length == 0.3
+    assert ga.FedGA(beta="auto").length == 0.5
 
 
 def test_defaults_of_local_training():

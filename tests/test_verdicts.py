@@ -45,6 +45,8 @@ def run_of(*accuracies: float | None, phases: int = 1) -> list[dict[str, float]]
         ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"claimed": 3.4, "expect": "lower"}, "not reproduced"),
         ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"expect": "equal", "tolerance": 3.5}, "reproduced"),
         ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"expect": "equal", "tolerance": 3.0}, "undecidable"),
+        ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"expect": "equal", "tolerance": 3.0}, "undecidable"),
+        ((83.0, 84.0, 85.0), (89.0, 90.0, 91.0), {"expect": "equal", "tolerance": 3.0}, "not reproduced"),
         ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"tolerance": 3.5}, "reproduced"),  # −1 ± 2.27: not worse by 3.5
         ((83.0, 84.0, 85.0), (84.0, 85.0, 86.0), {"tolerance": 3.0}, "undecidable"),
         ((84.0, 85.0, 86.0), (83.0, 84.0, 85.0), {"tolerance": 3.5, "expect": "lower"}, "reproduced"),
@@ -66,6 +68,15 @@ def test_the_rule_tells_the_numbers_that_decided():
     assert found == ("not reproduced", "95 % interval from -1 to +3 has 0 in it and leaves out the paper's 3.4")
     # For a claim that something is lower the interval is still that of first − second.
     assert judge(claim(expect="lower"), Difference(value=-3.0, margin=2.0))[1].startswith("95 % interval from -5 to -1")
+
+
+@pytest.mark.parametrize(
+    ("value", "changes"),
+    [(2.0, {}), (-2.0, {}), (1.0, {"claimed": 3.0}), (1.0, {"expect": "equal", "tolerance": 3.0})]
+    + [(sign * 5.0, {"expect": "equal", "tolerance": 3.0}) for sign in (1, -1)],
+)
+def test_an_interval_that_ends_at_the_bound_decides_nothing(value, changes):
+    assert judge(claim(**changes), Difference(value=value, margin=2.0))[0] == "undecidable"
 
 
 def test_a_level_is_judged_by_the_first_side_alone():

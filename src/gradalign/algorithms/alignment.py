@@ -172,7 +172,7 @@ class FedGA(Algorithm):
             carried["rounds"] = carried.get("rounds", 0.0) + bool(sums.total_step_size)
         if "square" not in sums.facts:
             return carried
-        return measured(carried, sums.facts["square"], sums.total_step_size, self.decay)
+        return measured(carried, sums.facts["square"], sums.lr, sums.total_step_size, self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)

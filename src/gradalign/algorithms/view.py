@@ -130,6 +130,7 @@ class SharedSums:
     """Σ p_i (k_i⁺ − k_i) of this algorithm; None when it keeps nothing."""
     total_step_size: float
     """The mean of what each round's steps add up to: αK without momentum."""
+    lr: float
     reported: int
     clients: int
     """N, all clients of the task."""

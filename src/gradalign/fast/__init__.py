@@ -235,8 +235,8 @@ class Group:
         if way is None:
             return None
         with named_failure(f"clients {who[0].client} to {who[-1].client}"):
-            alike = told.algorithm.plans_alike and not told.one_by_one  # one plan for all is made quickly
-            plans = [self._plan(told, one) for one in who[: 1 if alike else None]] * (len(who) if alike else 1)
+            alike = len(who) if told.algorithm.plans_alike and not told.one_by_one else 1  # made once for so many
+            plans = [self._plan(told, one) for one in who[::alike] for _ in range(alike)]
             bare = not any(plan.pull or plan.correction is not None for plan in plans)
             if len({(plan.pull, plan.every_step) for plan in plans}) > 1 or not (self.cohort or bare):
                 return None

@@ -71,7 +71,7 @@ def score(rows: Rows, claim: Claim, budget: float) -> float | None:
     Single measurements jump from round to round; the mean over a window is what settings and seeds can be judged by.
     """
     axis = AXES[claim.at]
-    inside = [row for row in rows if (1 - claim.window) * budget < row.get(axis, 0.0) <= budget * (1 + 1e-9)]
+    inside = [row for row in rows if (1 - claim.window) * budget < row.get(axis, 0.0) <= budget]
     values = [claim.unit * row[claim.metric] for row in inside if row.get(claim.metric) is not None]
     return fmean(values) if values and all(map(math.isfinite, values)) else None
 

@@ -225,6 +225,7 @@ class _Round:
                 update=mean,
                 kept_change=None if change is None else change / sums.weight,
                 total_step_size=sums.step_size / sums.weight,
+                lr=self.told.lr,
                 reported=sums.reported,
                 clients=len(self.federation.task.clients),
                 x=state.point.x.double(),
