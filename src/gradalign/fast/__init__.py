@@ -296,5 +296,5 @@ class Group:
             rows = (torch.arange(*span) for span in evaluation_spans(len(tests)))
             score = sum((self.one.evaluate(point, tests, part) for part in rows), Score())
             metrics = metrics_of(task.metrics, score.predictions, lenient=True)
-        found = {"loss": score.mean_loss, "accuracy": score.accuracy, "metrics": metrics}
-        return ClientScore(client=who.client, examples=len(tests), **found)
+        loss, accuracy = score.mean_loss, score.accuracy
+        return ClientScore(client=who.client, examples=len(tests), loss=loss, accuracy=accuracy, metrics=metrics)
