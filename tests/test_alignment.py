@@ -151,7 +151,7 @@ def test_what_each_form_costs():
 @pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
 def test_a_beta_that_sets_itself_by_hand(mean):
     """β = min(ρ/d, α/2) for K = 1, d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal."""
-    problem, lr, rho, decay = Quadratics.make(3, examples=(1, 2, 5)), 0.3, 0.2, 0.8
+    problem, lr, rho, decay = Quadratics.make(3, examples=(1, 2, 5)), 0.3, 0.08, 0.8
     shares, x, kept = np.array([1, 2, 5]) / 8, problem.start, None
     means, squares, betas = [], [], []
     for number in range(5):

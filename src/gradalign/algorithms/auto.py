@@ -3,9 +3,9 @@
     β = min(ρ/d, α(K−1)/2)        d² a running mean of Σ p_i ‖g_i − s‖²;  α/2 for K = 1
 
 A displacement's length is what a client feels: the best β of a task with equal clients may be fifty times that of a
-task with one class each, the best β·d differs far less (docs/beta.md). β = α(K−1)/2 takes back what FedAvg's local steps
-do to r, as SGD on the same mini-batches would (α/2 for K = 1); more than that may keep a run from getting started. Equal
-clients, whose d is rounding, leave the run FedAvg's.
+task with one class each, the best β·d differs far less (docs/beta.md). β = α(K−1)/2 takes back what FedAvg's local
+steps do to r, and α/2 is what SGD on the same mini-batches does; more than that may keep a run from getting started.
+Equal clients, whose d is rounding, leave the run FedAvg's.
 """
 
 from __future__ import annotations

@@ -130,12 +130,13 @@ class SharedSums:
     """Σ p_i (k_i⁺ − k_i) of this algorithm; None when it keeps nothing."""
     total_step_size: float
     """The mean of what each round's steps add up to: αK without momentum."""
-    lr: float
     reported: int
     clients: int
     """N, all clients of the task."""
     x: Tensor
     """The point that the round began at."""
+    lr: float = 0.0
+    """α; 0 where only the clients know it."""
     weight_decay: float = 0.0
     known: int = 0
     """How many clients have a k_i of this algorithm, after the round."""

@@ -143,13 +143,15 @@ def _subject(
     """
     from gradalign.recipes import shipped_recipes
     from gradalign.recipes.build import build_algorithm, build_local, task_of
-    from gradalign.recipes.spec import Spec
+    from gradalign.recipes.spec import Section, Spec
 
     if name is not None and name not in shipped_recipes() and Path(name).suffix != ".toml" and not Path(name).is_file():
         task, own_options = task_and_options(name, table)
         return _task(task, seed or 0, settings, own_options), None, seed or 0
     words = [word.partition("=")[0].strip() for word in settings]
-    own = ["." not in word and word not in (*Spec.model_fields, "scale") for word in words]
+    tables = {name for name, field in Spec.model_fields.items() if isinstance(field.default, Section)}
+    of_the_run = {"scale", *Spec.model_fields} - tables  # rounds=3; but clients=3 is about the task
+    own = ["." not in word and word not in of_the_run for word in words]
     sections = [f"task.{setting}" if bare else setting for setting, bare in zip(settings, own, strict=True)]
     spec = load(name, sections, seed, None, table, trust_task=False).spec()
     return task_of(spec), build_local(spec.local, build_algorithm(spec.algorithm, spec.server)), spec.seed

@@ -235,8 +235,8 @@ class Group:
         if way is None:
             return None
         with named_failure(f"clients {who[0].client} to {who[-1].client}"):
-            alike = len(who) if told.algorithm.plans_alike and not told.one_by_one else 1  # made once for so many
-            plans = [self._plan(told, one) for one in who[::alike] for _ in range(alike)]
+            every = len(who) if told.algorithm.plans_alike and not told.one_by_one else 1
+            plans = [plan for one in who[::every] for plan in [self._plan(told, one)] * every]
             bare = not any(plan.pull or plan.correction is not None for plan in plans)
             if len({(plan.pull, plan.every_step) for plan in plans}) > 1 or not (self.cohort or bare):
                 return None
@@ -293,9 +293,8 @@ class Group:
             if tuned:
                 own = self.one.train(told, who, Plan(), task.client(who.client, seed))
                 point = Point(point.x + own.vector.cpu(), own.floats, own.ints)
-            spans = evaluation_spans(len(tests))
-            score = sum((self.one.evaluate(point, tests, torch.arange(*span)) for span in spans), Score())
+            rows = (torch.arange(*span) for span in evaluation_spans(len(tests)))
+            score = sum((self.one.evaluate(point, tests, part) for part in rows), Score())
             metrics = metrics_of(task.metrics, score.predictions, lenient=True)
-        return ClientScore(
-            client=who.client, examples=len(tests), loss=score.mean_loss, accuracy=score.accuracy, metrics=metrics
-        )
+        loss, accuracy = score.mean_loss, score.accuracy
+        return ClientScore(client=who.client, examples=len(tests), loss=loss, accuracy=accuracy, metrics=metrics)
