@@ -52,7 +52,7 @@ def test_the_tutorials_commands_work():
     assert age["final_test_r2"] > 0.3
     assert "patient_id (an id: whole numbers, all different)" in first["task"]["left out"]
     spec = json.loads(call("show", "runs/patients-fedga-seed0-4", "--json").stdout)["spec"]
-    assert (spec["task"]["hidden"], spec["task"]["statistics"]) == (32, "client")
+    assert (spec["task"]["hidden"], spec["task"]["statistics"]) == (32, "federation")
     report = Path("runs/compare-patients/report.html").read_text(encoding="utf-8")
     assert all(name in report for name in ("fedga", "fedavg", "north", "south", "west"))
     assert Path("runs/sweep-patients-fedga/best.toml").exists()
