@@ -142,16 +142,16 @@ def _clients_every(measure: Measure, federation: Federation) -> int | None:
 def _costs(measure: Measure, federation: Federation, rounds: int) -> tuple[float, float, float]:
     """Return what one evaluation and one pass over the probed clients cost, and what a whole run may spend on them."""
     task, local = federation.task, federation.local
-    total, phases = len(task.clients), federation.algorithm.needs_gradients
+    total, own = len(task.clients), federation.algorithm.uses_own_gradient
     looked_at = probe_clients(total, min(_LOOKED_AT, total), federation.seed)
     sizes = [len(task.client(client, federation.seed)) for client in looked_at]
     whole = sum(sizes) / len(sizes)
     trained = sum(local.steps_for(size) * local.batch_for(size) for size in sizes) / len(sizes)
-    if phases:
+    if own:
         trained += min(whole, local.gradient_examples or whole)
     test = 0.0 if task.test_examples is None else _FORWARD_ONLY * len(task.test_examples)
     # Gradients of whole clients that the round after needs anyway are taken over from the measurement.
-    taken_over = federation.per_round / total if phases and local.gradient_examples is None else 0.0
+    taken_over = federation.per_round / total if own and local.gradient_examples is None else 0.0
     probed = min(measure.train_clients, total) * whole * (1.0 - taken_over)
     return test, probed, SHARE * rounds * federation.per_round * trained + FREE
 
