@@ -135,7 +135,7 @@ def test_a_comparison_on_held_out_examples_is_told_by_them(tmp_path, monkeypatch
     monkeypatch.setenv("COLUMNS", "160")  # the table's heads in one line
     words = ("--seeds", 2, "--algorithms", "fedga,fedavg", "--workers", 0, "--set", "rounds=3")
     result = call("compare", "digits", *words, "--set", "clients.holdout=0.2", "--out", tmp_path / "c")
-    assert "final validation accuracy, %" in " ".join(result.stdout.split())
+    assert "digits: validation accuracy, 2 seeds" in " ".join(result.stdout.split())
     summary = json.loads((tmp_path / "c/summary.json").read_text())
     assert summary["scored_on"] == "validation"
     for entry in summary["algorithms"]:
