@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ import gradalign as ga
 from conftest import Quadratics, vector
 from gradalign.algorithms.auto import beta_of, measured
 from gradalign.algorithms.plan import combine
+from gradalign.algorithms.view import SharedSums
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
@@ -197,13 +200,32 @@ def test_equal_clients_leave_a_beta_that_sets_itself_finite_and_the_run_fedavg_s
 
 
 def test_a_distance_that_is_not_finite_teaches_nothing():
-    known = measured({}, 4.0, 0.1, 0.5, 0.9)  # α = 0.1, K = 5
-    assert beta_of(0.3, known) == 0.15
-    for odd in (float("inf"), float("nan")):
-        assert measured(known, odd, 0.1, 0.5, 0.9) == known
-    assert beta_of(0.3, {}) == 0.0
-    assert beta_of(0.3, measured({}, 1e-300, 0.1, 0.5, 0.9)) == beta_of(9.0, known) == 0.2
-    assert beta_of(9.0, measured({}, 4.0, 0.1, 0.1, 0.9)) == 0.05, "K = 1"
+    def after(square: float, before: dict, *, lr: float = 0.1, steps: float = 5.0) -> dict:
+        nothing = torch.zeros(1)
+        given = {"update": nothing, "kept_change": None, "x": nothing, "reported": 1, "clients": 1}
+        return measured(before, square, SharedSums(**given, lr=lr, steps=steps, total_step_size=lr * steps), 0.9)
+
+    known = after(4.0, {})  # α = 0.1, K = 5
+    assert beta_of(0.3, known, 0.1) == 0.15
+    assert after(math.inf, known) == after(math.nan, known) == after(1.0, known, lr=0.0) == known
+    assert beta_of(0.3, {}, 0.1) == 0.0
+    assert beta_of(0.3, after(1e-300, {}), 0.1) == beta_of(9.0, known, 0.1) == pytest.approx(0.1 * 4 / 2)
+    assert beta_of(9.0, after(4.0, {}, steps=1.0), 0.1) == 0.05
+    assert beta_of(9.0, known, 0.01) == pytest.approx(0.01 * 4 / 2), "the bound is of this round's α"
+
+
+def test_the_bound_follows_a_learning_rate_that_falls():
+    """K = 5 and α from 0.2 to 0.002: β ≤ α(K−1)/2 in the very round that it falls in."""
+    local = ga.LocalTraining(lr=ga.Steps(value=0.2, at_rounds={3: 0.002}), steps=5)
+    found = run(Quadratics.make(4), ga.FedGA(beta="auto", length=1e6), rounds=4, local=local)
+    assert found.history["beta"][1:] == pytest.approx([0.0, 0.4, 0.4, 0.004])
+
+
+@pytest.mark.parametrize("other", [ga.FedGA(beta=0.1, mean="running"), ga.Scaffold(control="kept")])
+def test_a_momentum_for_all_is_not_taken_for_a_gradient(other):
+    with pytest.raises(ga.GradalignError, match="would take fedcm's momentum for a gradient"):
+        other + ga.FedCM()
+    assert (ga.FedGA(beta=0.1) + ga.FedCM()).label == "fedga+fedcm"
 
 
 def test_a_length_may_follow_the_rounds_and_rests_cost_one_trip():
@@ -236,7 +258,7 @@ def test_zero_gradients_and_a_server_that_stands_still_displace_nobody():
         ),
         (lambda: ga.FedGA(beta="much"), 'algorithm.beta must be a number, a schedule or "auto", got "much"'),
         (lambda: ga.FedGA(beta="auto", length=-1.0), "algorithm.length must be at least 0"),
-        (lambda: ga.FedGA(beta=ga.Warmup(value=1.0, rounds=3), length=0.1), 'algorithm.length is for beta = "auto"'),
+        (lambda: combine(ga.FedGA(beta=0.1, length=0.1)), 'algorithm.length is for beta = "auto"'),
         (lambda: ga.FedGA(beta=0.1, decay=1.0), "algorithm.decay must be"),
         (lambda: ga.FedGA(beta=0.1, decay=float("nan")), "algorithm.decay must be"),
         (lambda: ga.FedGA(beta=0.1, gradient_every=0), "algorithm.gradient_every must be"),

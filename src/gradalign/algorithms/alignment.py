@@ -63,8 +63,6 @@ class FedGA(Algorithm):
         elif self.length is None:
             object.__setattr__(self, "length", LENGTH)
         if self.length is not None:
-            if isinstance(self.beta, Schedule):  # beside a number it is of a round for which "auto" was worked out
-                raise GradalignError(f'algorithm.length is for beta = "{AUTO}"; remove it, or the schedule')
             require("algorithm.length", self.length, least=0.0)
             object.__setattr__(self, "length", setting_of("algorithm.length", self.length))
         object.__setattr__(self, "decay", real("algorithm.decay", self.decay, 0.0, 1.0, below=True))
@@ -73,6 +71,10 @@ class FedGA(Algorithm):
             if getattr(self, name) not in allowed:
                 names = " or ".join(f'"{one}"' for one in allowed)
                 raise GradalignError(f'algorithm.{name} must be {names}, got "{getattr(self, name)}"')
+
+    def require_given(self) -> None:
+        if self.length is not None and self.beta != AUTO:  # only a round's own number, worked out, stands beside it
+            raise GradalignError(f'algorithm.length is for beta = "{AUTO}"; remove it, or the other beta')
 
     @property
     def keeps(self) -> bool:
@@ -112,7 +114,7 @@ class FedGA(Algorithm):
 
     @property
     def plans_alike(self) -> bool:
-        return self.only_displaces
+        return type(self).plan is FedGA.plan and not self.keeps
 
     @property
     def strength(self) -> float:
@@ -125,12 +127,12 @@ class FedGA(Algorithm):
         beta = self.beta if isinstance(self.beta, str) else value_at(self.beta, round_index)
         return replace(self, beta=beta, length=length)
 
-    def informed(self, numbers: Mapping[str, float]) -> Self:
+    def informed(self, numbers: Mapping[str, float], lr: float) -> Self:
         if self.mean != "fresh" and not numbers.get("rounds"):
             return replace(self, beta=0.0, length=None)  # before the first s there is nothing to align with
         if self.beta != AUTO or self.length is None:
             return self
-        return replace(self, beta=beta_of(value_at(self.length, 0), numbers))
+        return replace(self, beta=beta_of(value_at(self.length, 0), numbers, lr))
 
     def plan(self, view: ClientView) -> Plan:
         if not self.strength or (self.keeps and view.kept is None):
@@ -172,7 +174,7 @@ class FedGA(Algorithm):
             carried["rounds"] = carried.get("rounds", 0.0) + bool(sums.total_step_size)
         if "square" not in sums.facts:
             return carried
-        return measured(carried, sums.facts["square"], sums.lr, sums.total_step_size, self.decay)
+        return measured(carried, sums.facts["square"], sums, self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +267,7 @@ class FedCM(Algorithm):
 
     extra_down: ClassVar[int] = 1
     infers_gradients: ClassVar[bool] = True
+    pushes_all: ClassVar[bool] = True
     alpha: float = 0.1
 
     def __post_init__(self) -> None:

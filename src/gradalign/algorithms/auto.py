@@ -13,28 +13,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from gradalign.algorithms.view import SharedSums
+
 AUTO = "auto"
 LENGTH = 0.5
 """ρ where none is given."""
 
 
-def beta_of(length: float, numbers: Mapping[str, float]) -> float:
-    """Return β for a round, given what ``measured`` left; 0 before anything was measured."""
-    apart, most = math.sqrt(numbers.get("square", 0.0)), numbers.get("most", 0.0)
+def beta_of(length: float, numbers: Mapping[str, float], lr: float) -> float:
+    """Return β for a round with this α, given what ``measured`` left; 0 before anything was measured."""
+    apart, before = math.sqrt(numbers.get("square", 0.0)), numbers.get("lr", 0.0)
+    most = numbers.get("most", 0.0) * (lr / before if before else 1.0)
     return most if length >= most * apart else length / apart
 
 
-def measured(
-    numbers: Mapping[str, float], square: float, lr: float, step_size: float, decay: float
-) -> dict[str, float]:
-    """Return the numbers after a round, given d² of its clients, α and αK; a d² that is not finite teaches nothing."""
-    if not math.isfinite(square):
+def measured(numbers: Mapping[str, float], square: float, sums: SharedSums, decay: float) -> dict[str, float]:
+    """Return the numbers after a round, given d² of its clients; one that is not finite, or α = 0, teaches nothing."""
+    if not math.isfinite(square) or not sums.total_step_size:
         return dict(numbers)
+    # αK by the clients' own account, which may have lr of their own; α is only for what changes from round to round.
+    most = sums.total_step_size * (1.0 - 1.0 / sums.steps if sums.steps > 1.0 else 1.0) / 2
     rounds, before = numbers.get("measured", 0.0) + 1.0, numbers.get("square", 0.0)
     share = (1.0 - decay) / (1.0 - decay**rounds)  # a running mean, corrected for its start
-    return {
-        **numbers,
-        "measured": rounds,
-        "square": before + share * (square - before),
-        "most": max(step_size - lr, lr) / 2,
-    }
+    square = before + share * (square - before)
+    return {**numbers, "measured": rounds, "square": square, "most": most, "lr": sums.lr}

@@ -40,6 +40,8 @@ class Algorithm:
     """The algorithm's name in recipes and tables: unless given, the class's in small letters."""
     one_step: ClassVar[bool] = False
     """Whether the algorithm is only defined for K = 1."""
+    pushes_all: ClassVar[bool] = False
+    """Whether all clients' steps have one vector added that does not sum to zero, as a momentum."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -98,9 +100,12 @@ class Algorithm:
         """Return the algorithm with its schedules resolved for this round."""
         return self
 
-    def informed(self, numbers: Mapping[str, float]) -> Self:
-        """Return the algorithm for a round, given what ``next_numbers`` left; nothing in the first round."""
+    def informed(self, numbers: Mapping[str, float], lr: float) -> Self:
+        """Return the algorithm for a round with this α, given what ``next_numbers`` left; {} in the first round."""
         return self
+
+    def require_given(self) -> None:
+        """Refuse settings that are not for a user to give."""
 
     def over(self, rounds: int) -> Self:
         """Return the algorithm with schedules that are given in shares of the run spread over its rounds."""
@@ -240,8 +245,8 @@ class Combination:
     def at(self, round_index: int) -> Combination:
         return replace(self, parts=tuple(part.at(round_index) for part in self.parts))
 
-    def informed(self, numbers: Mapping[str, Mapping[str, float]]) -> Combination:
-        return replace(self, parts=tuple(part.informed(numbers.get(part.label, {})) for part in self.parts))
+    def informed(self, numbers: Mapping[str, Mapping[str, float]], lr: float) -> Combination:
+        return replace(self, parts=tuple(part.informed(numbers.get(part.label, {}), lr) for part in self.parts))
 
     def plan(self, views: Mapping[str, ClientView]) -> Plan:
         """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""
@@ -277,7 +282,12 @@ def combine(*things: Algorithm | ServerRule | Combination) -> Combination:
             elif each.label in parts:
                 raise GradalignError(f"{each.label} was given twice in one combination")
             elif type(each) is not FedAvg:
+                each.require_given()
                 parts[each.label] = each
+    pushing = next((part.label for part in parts.values() if part.pushes_all), None)
+    fooled = next((one.label for one in parts.values() if one.infers_gradients and not one.pushes_all), None)
+    if pushing and fooled:
+        raise GradalignError(f"{fooled} would take {pushing}'s momentum for a gradient; do not combine the two")
     if len(servers) > 1:
         raise GradalignError("a combination has one server rule, got " + " and ".join(s.label for s in servers))
     return Combination(tuple(parts.values()) or (FedAvg(),), servers[0] if servers else ServerRule())

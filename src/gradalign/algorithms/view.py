@@ -135,8 +135,10 @@ class SharedSums:
     """N, all clients of the task."""
     x: Tensor
     """The point that the round began at."""
+    steps: float = 1.0
+    """K, the mean over the clients."""
     lr: float = 0.0
-    """α; 0 where only the clients know it."""
+    """α as the server knows it; 0 where only the clients do."""
     weight_decay: float = 0.0
     known: int = 0
     """How many clients have a k_i of this algorithm, after the round."""

@@ -69,7 +69,7 @@ class _Teller:
         x = sent_as.double()
         if self._before is not None and self._size:
             self._learn(*self._before, x, self._size)
-        algorithm = self.algorithm.at(round_index).informed(self._numbers)
+        algorithm = self.algorithm.at(round_index).informed(self._numbers, 0.0)
         self._before = algorithm, x
         order = Order(
             client=0,

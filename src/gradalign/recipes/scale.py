@@ -108,7 +108,16 @@ def _taken(task: Any) -> set[str]:
 
 
 _WHEN = ("rounds", "round", "at_rounds", "share", "at_shares")  # a schedule's keys that say when
-_SCHEDULED = (("local", "lr"), ("algorithm", "beta"))
+
+
+def _tables_in(tables: Mapping[str, Any], *path: str) -> list[tuple[str, ...]]:
+    """Return where the schedules of a table are, and of the tables of its parts."""
+    table = found(tables, *path)
+    own = [key for key, value in table.items() if isinstance(value, Mapping)] if isinstance(table, Mapping) else []
+    inner = _tables_in(tables, *path, "parts") if "parts" in own else []
+    if path[-1] == "parts":
+        return [place for key in own for place in _tables_in(tables, *path, key)]
+    return [(*path, key) for key in own if key != "parts"] + inner
 
 
 def lay_over(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,9 +128,7 @@ def lay_over(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     merged = merge(tables, changes)
     before_rounds, rounds = _rounds(tables), _rounds(merged)
     factor = Fraction(rounds, before_rounds) if rounds and before_rounds else Fraction(1)
-    parts = found(merged, "algorithm", "parts")
-    named = list(parts) if isinstance(parts, Mapping) else []
-    for path in [*_SCHEDULED, *(("algorithm", "parts", name, "beta") for name in named)]:
+    for path in [("local", "lr"), *_tables_in(merged, "algorithm")]:
         before, change, now = (found(data, *path) for data in (tables, changes, merged))
         if isinstance(change, Mapping) and "kind" in change:
             now = dict(change)

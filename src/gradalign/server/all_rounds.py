@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gradalign import stopping
+from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.rules import ClientReport
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.trainer import named_failure
@@ -105,12 +106,15 @@ class AllRounds:
         measured = self._measured(state, due)
         seconds = time.monotonic() - self._began
         row = row_of(state, facts, self.columns, measured, seconds)
+        asked = ask(self.on_round, row) if facts is not None else None
+        asked = None if last else asked
+        if asked is not None:  # the last round is measured in full, whichever it is, and may be the best
+            row |= self._measured(state, self.measure.due(state.round, last=True) - due)
         if self.monitor.take(row) and self.measure.keep_best:
             state = replace(state, best=(state.round, state.point))
-        asked = ask(self.on_round, row) if facts is not None else None
         if facts is not None and not last:
-            self.stopped = self.monitor.why_stop or asked
-        if self.stopped is not None:  # the last round is measured in full, whichever it is
+            self.stopped = asked or self.monitor.why_stop
+        if self.stopped is not None and asked is None:
             row |= self._measured(state, self.measure.due(state.round, last=True) - due)
         self.rows.append(row)
         if self.folder is not None:
@@ -188,7 +192,9 @@ def _check_state(state: ServerState, initial: ServerState, federation: Federatio
     one = ClientReport(client=0, weight=1.0, steps=1, total_step_size=1.0, norm=1.0)
     with named_failure(f"the server rule {rule.label}"):
         remembered = set(rule.step(nothing, nothing, {}, *([[one]] if rule.sees_each else []))[1])
-    keepers = {part.label for part in federation.algorithm.keepers}
-    missing = (remembered - set(state.memory)) | (keepers - set(state.shared)) | (keepers - set(state.kept))
+    keepers = federation.algorithm.keepers
+    lawful = {part.label for part in keepers if type(part).next_shared is Algorithm.next_shared}  # others may have no s
+    missing = (remembered - set(state.memory)) | (lawful - set(state.shared))
+    missing |= {part.label for part in keepers} - set(state.kept)
     if missing:
         raise GradalignError(f"the checkpoint lacks what {federation.algorithm.label} remembers: {min(missing)}")

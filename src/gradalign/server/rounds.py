@@ -110,7 +110,7 @@ class _Round:
         self.gradient_examples = 0
         self.gradients: dict[int, Tensor] = {}
         """g_i, where what a client keeps may depend on it."""
-        algorithm = federation.algorithm_at(state.round).informed(state.numbers)
+        algorithm = federation.algorithm_at(state.round).informed(state.numbers, federation.lr_at(state.round))
         zero = torch.zeros_like(state.point.x)
         sent = {part.label for part in algorithm.parts if part.extra_down or part.keeps}
         shared = {name: vector.to(zero.dtype) for name, vector in state.shared.items() if name in sent}
@@ -225,6 +225,7 @@ class _Round:
                 update=mean,
                 kept_change=None if change is None else change / sums.weight,
                 total_step_size=sums.step_size / sums.weight,
+                steps=sums.steps / sums.reported,
                 lr=self.told.lr,
                 reported=sums.reported,
                 clients=len(self.federation.task.clients),
