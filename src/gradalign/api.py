@@ -256,8 +256,8 @@ def compare(
         algorithms: The algorithms, with names of your own in a dictionary.
         seeds: How many seeds, from 0 on, or which.
         out: A folder for all runs, ALGORITHM/seedN, which ``gradalign report`` and ``watch`` understand.
-        options: All further arguments of ``run``, the same for every algorithm. So are ``rounds``: this compares at equal
-            updates, and a round of FedGA with fresh gradients communicates twice. ``Comparison.plot`` draws over
+        options: All further arguments of ``run``, the same for every algorithm. So are ``rounds``: this compares at
+            equal updates, and a round of FedGA with fresh gradients communicates twice. ``Comparison.plot`` draws over
             communication, and ``gradalign compare`` gives each algorithm the rounds that make it equal.
     """
     if "seed" in options:
