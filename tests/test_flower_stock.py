@@ -391,6 +391,17 @@ def test_a_beta_that_sets_itself_is_capped_by_the_apps_own_steps(mean, decay):
     assert result.history["beta"][-1] == pytest.approx(2.25, rel=1e-12)
 
 
+def test_a_beta_that_sets_itself_needs_steps_that_can_be_seen(problem):
+    def gradient(message, context):
+        model, i = PointModel(problem.start), context.node_config["partition-id"]
+        batch = torch.as_tensor(problem.matrices[i]), torch.as_tensor(problem.centres[i])
+        return model, [(quadratic_value(model, batch)[0].mean(), len(batch[0]))]
+
+    app = quadratic_app(problem, optimizer=lambda *_, **__: Still(), gradient=gradient)
+    with pytest.raises(ga.GradalignError, match="took no step with a torch optimizer; its steps are unknown"):
+        play(gf.AlignedStrategy(ga.FedGA(beta="auto"), patience=QUICK), app, problem, rounds=2)
+
+
 @pytest.mark.parametrize(("wanted", "warnings"), [(0.2, 1), (0.3, 0), (None, 0)])
 def test_a_learning_rate_that_the_app_does_not_take_is_said(caplog, wanted, warnings):
     task, local = linear_task(), None if wanted is None else ga.LocalTraining(lr=wanted)

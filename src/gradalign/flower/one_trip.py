@@ -55,7 +55,7 @@ class _Teller:
         self._shared: dict[str, Tensor] = {}
         self._numbers: dict[str, Mapping[str, float]] = {}
 
-    def last(self, rounds: int) -> None:
+    def over(self, rounds: int) -> None:
         """Learn how many rounds there will be, for schedules in shares of the run."""
         self.algorithm = self._given.over(rounds)
 
@@ -148,7 +148,7 @@ class OneTrip(Strategy):
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
         """As Flower's; schedules in shares of the run learn its length here."""
-        self._teller.last(num_rounds)
+        self._teller.over(num_rounds)
         return super().start(grid, initial_arrays, num_rounds, *more, **named)
 
     def configure_train(

@@ -108,7 +108,9 @@ class _Adapter:
         after = one.layout.flat(_arrays(reply), exchanged)
         after["update"] = after.pop("x") - start
         local = work.order.local
-        total = steps.total_step_size(local.weight_decay) if work.order.step_sizes else steps.total
+        unseen = work.told.algorithm.reports and not steps.count  # then β would stay 0 without a word
+        exact = work.order.step_sizes or unseen
+        total = steps.total_step_size(local.weight_decay) if exact else steps.total
         work.remember_update(after["update"], total)
         numbers = _with_loss(_numbers(reply)) | {"steps": steps.count, TOTAL_STEP_SIZE: total, **work.facts()}
         if one.numbers and EXAMPLES in numbers:
