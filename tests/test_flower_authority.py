@@ -130,7 +130,7 @@ def uneven_task():
     return ga.Task(model=lambda: torch.nn.Sequential(torch.nn.Linear(5, 3)).double(), clients=clients)
 
 
-def own_app(task, *, steps=2, look=False, strip=False, says=len):
+def own_app(task, *, steps=2, look=False, strip=False, corrects=True, says=len):
     """The two functions of docs/flower.md on whole clients, and an app that was told nothing about examples."""
     app = gf.aligned_app()
 
@@ -153,7 +153,8 @@ def own_app(task, *, steps=2, look=False, strip=False, says=len):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
-            work.correct()
+            if corrects:
+                work.correct()
             optimizer.step()
         answer = work.reply(loss=float(loss.detach()), examples=says(y), seen=steps * len(y))
         if strip:
@@ -200,6 +201,13 @@ def test_a_loop_of_ones_own_takes_as_many_steps_as_the_algorithm_allows():
     one_step = strategy(LargeBatchGradAlign(beta=0.1), task, local=ga.LocalTraining(lr=0.1))
     with pytest.raises(ga.GradalignError, match=r"asks for local\.steps = 1, and this loop took 2"):
         one_step.start(LoggedGrid(own_app(task), 4), num_rounds=1)
+
+
+def test_a_beta_that_sets_itself_needs_the_steps_of_a_loop_of_ones_own():
+    task = uneven_task()
+    auto = strategy(ga.FedGA(beta="auto"), task, local=TWO_STEPS)
+    with pytest.raises(ga.GradalignError, match=r"call correct\(\) before every optimizer step"):
+        auto.start(LoggedGrid(own_app(task, corrects=False), 4), num_rounds=1)
 
 
 @pytest.mark.parametrize("look", [True, False])

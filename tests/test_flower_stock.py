@@ -126,6 +126,15 @@ def test_one_trip_on_flowers_own_fedavg_is_the_formula(problem):
     assert result.evaluate_metrics_clientapp[4]["mine"] == pytest.approx(7.0)
 
 
+def test_a_strategy_begins_anew_with_every_start(problem):
+    """s, the step sizes and a schedule's length are of one run."""
+    falling = ga.Cosine(value=BETA, share=1.0)
+    strategy, app = gf.OneTrip(FedAvg(), ga.FedGA(beta=falling, mean="running", decay=DECAY)), quadratic_app(problem)
+    long = point(play(strategy, app, problem, rounds=4))
+    assert (point(play(strategy, app, problem, rounds=2)) != long).any()
+    assert (point(play(strategy, app, problem, rounds=4)) == long).all()
+
+
 @pytest.mark.parametrize("kind", [gf.ClientApp, FlowerClientApp])
 def test_with_nothing_to_do_every_bit_is_flowers(problem, kind):
     """FedAvg around FedAvg, and our ClientApp with Flower's server."""
@@ -156,7 +165,7 @@ def task_app(task, *, steps=3, gradient=None, parts=1, **options):
         model, (x, y) = task.make_model(0), task.clients[context.node_config["partition-id"]]
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         model.train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **({"lr": 0.1} | options))
         for _ in range(steps):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
@@ -370,6 +379,26 @@ def test_total_step_sizes_are_how_far_a_gradient_of_one_leads(options):
     assert steps.count == 5
 
 
+@pytest.mark.parametrize(("mean", "decay"), [("fresh", 0.0), ("fresh", 0.01), ("running", 0.0), ("kept", 0.0)])
+def test_a_beta_that_sets_itself_is_capped_by_the_apps_own_steps(mean, decay):
+    """α = 0.5 and K = 10 are the app's: α(K−1)/2 = 2.25; the strategy's lr of 0.1 is nobody's.
+
+    Where no gradient is worked out from updates, the server need not know of the app's weight decay.
+    """
+    task = linear_task()
+    strategy = gf.AlignedStrategy(ga.FedGA(beta="auto", length=1e6, mean=mean), task.make_model(0), patience=QUICK)
+    result = strategy.start(gf.InProcessGrid(task_app(task, steps=10, lr=0.5, weight_decay=decay), 4), num_rounds=3)
+    assert result.history["beta"][-1] == pytest.approx(2.25, rel=1e-12)
+
+
+@pytest.mark.parametrize(("wanted", "warnings"), [(0.2, 1), (0.3, 0), (None, 0)])
+def test_a_learning_rate_that_the_app_does_not_take_is_said(caplog, wanted, warnings):
+    task, local = linear_task(), None if wanted is None else ga.LocalTraining(lr=wanted)
+    strategy = gf.AlignedStrategy(ga.FedAvg(), task.make_model(0), local=local, patience=QUICK)
+    strategy.start(gf.InProcessGrid(task_app(task, lr=0.3), 4), num_rounds=2)
+    assert caplog.text.count("did not look at the strategy's local: lr") == warnings
+
+
 def test_the_gradient_of_ones_own_losses_weighs_uneven_batches():
     """A gradient over batches of 4 and fewer is the whole client's; held-back steps count batches alike."""
     task, local = linear_task(), ga.LocalTraining(lr=0.1, steps=3)
@@ -416,6 +445,27 @@ def test_frozen_and_tied_layers_and_a_client_that_forgets_between_the_phases():
     result = strategy.start(Forgetful(task_app(task), 4), num_rounds=3)
     torch.testing.assert_close(vector(result), vector(expected), rtol=1e-10, atol=1e-10)
     assert result.history["failed"] == [None, 0, 0, 0]
+
+
+class Alike(torch.nn.Module):
+    """Two layers that begin with the same numbers; the first one is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = (torch.nn.LayerNorm(5, dtype=torch.float64) for _ in range(2))
+        self.last = torch.nn.Linear(5, 3).double()
+        self.before.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.after(torch.tanh(self.before(x)))))
+
+
+def test_a_frozen_layer_with_the_same_numbers_takes_no_gradient():
+    task, local = ga.Task(model=Alike, clients=linear_task().clients), ga.LocalTraining(lr=0.1, steps=3)
+    expected = ga.run(task, ga.FedGA(beta=0.3), rounds=1, local=local, weights="examples", workers=0)
+    app, strategy = task_app(task), gf.AlignedStrategy(ga.FedGA(beta=0.3), task.make_model(0), local=local)
+    result = strategy.start(gf.InProcessGrid(app, 4), num_rounds=1)
+    torch.testing.assert_close(vector(result), vector(expected), rtol=1e-10, atol=1e-10)
 
 
 class WithClosure(torch.optim.SGD):

@@ -101,6 +101,8 @@ def test_comparing_what_has_no_names():
     for wrong in ([ga.FedProx(mu=0.1), ga.FedProx(mu=0.2)], []):
         with pytest.raises(ga.GradalignError, match="give them in a dictionary by name"):
             ga.compare(blobs(), wrong, seeds=1, rounds=1)
+    with pytest.raises(ga.GradalignError, match=r"takes seeds, not seed; seeds=\[1\] is that one alone"):
+        ga.compare(blobs(), [ga.FedAvg()], seed=1)
 
 
 def test_a_line_is_written_over():

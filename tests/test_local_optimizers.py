@@ -140,6 +140,7 @@ def test_algorithms_that_read_gradients_off_updates_refuse(algorithm, label):
 MISTAKES = {
     "optimizer": ({"optimizer": "adamm"}, 'local.optimizer: "adamm" is not in torch.optim; known are adadelta'),
     "setting": ({"optimizer": "adam", "optimizer_settings": {"beta": 1}}, "unexpected keyword argument 'beta'"),
+    "list": ({"optimizer": "adam", "optimizer_settings": [1]}, "optimizer_settings must be settings by their names"),
     "value": ({"optimizer": "adam", "optimizer_settings": {"betas": [2, 0.9]}}, "Invalid beta parameter"),
     "closure": ({"optimizer": "lbfgs"}, "the optimizer lbfgs cannot take local steps with {}: "),
     "sparse": ({"optimizer": "sparseadam"}, "sparseadam cannot take local steps"),

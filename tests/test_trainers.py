@@ -50,7 +50,7 @@ def by_hand(name: str, ranks: int, *, betas=BETAS) -> np.ndarray:
     steps = cut_batches(ranks)
     if name in ("Lightning, automatic", "accelerate, verbs"):
         steps = accumulated(ranks)
-    elif name == "transformers":  # divides by what was accumulated, so the last step has the full length
+    elif name in ("transformers", "transformers, without labels"):  # divides by what was accumulated: a last step whole
         steps = [(parts, [1 / len(parts)] * len(parts)) for parts, _ in accumulated(ranks)]
     elif name == "transformers, counted":
         steps = [(parts, by_examples(parts)) for parts, _ in accumulated(ranks)]

@@ -201,14 +201,15 @@ class Regression(nn.Module):
         self.net = linear()
         self.accepts_loss_kwargs = counted
 
-    def forward(self, x, labels, num_items_in_batch=None):
+    def forward(self, x, labels=None, targets=None, num_items_in_batch=None):
+        labels = targets if labels is None else labels
         errors = ((self.net(x) - labels) ** 2).sum(1)
         counts = labels[:, 0] != -100.0
         total = 0.5 * errors[counts].sum()
         return {"loss": total / (counts.sum() if num_items_in_batch is None else num_items_in_batch / 3)}
 
 
-def transformers(folder: Path, counted: bool) -> Found:
+def transformers(folder: Path, counted: bool, labels: str = "labels") -> Found:
     """Micro-batches of 10 rows, of which as many count as the problem has; the others' labels are -100."""
     rows = []
     for index in range(5):
@@ -216,11 +217,11 @@ def transformers(folder: Path, counted: bool) -> Found:
             x, y = micro_batch(one, index)
             empty = 10 - len(x)
             x, y = np.vstack([x, np.ones((empty, 3))]), np.vstack([y, np.full((empty, 3), -100.0)])
-            rows += [{"x": torch.tensor(a), "labels": torch.tensor(b)} for a, b in zip(x, y, strict=True)]
+            rows += [{"x": torch.tensor(a), labels: torch.tensor(b)} for a, b in zip(x, y, strict=True)]
     seen: dict[str, Any] = {}
     for steps in (2, 3):
         args = TrainingArguments(
-            output_dir=str(folder / f"transformers-{counted}"),
+            output_dir=str(folder / f"transformers-{counted}-{labels}"),
             per_device_train_batch_size=10,
             gradient_accumulation_steps=2,
             max_steps=steps,
@@ -273,6 +274,7 @@ CASES: dict[str, Callable[[Path], Found]] = {
     "torch.compile": compiled,
     "transformers": lambda folder: transformers(folder, counted=False),
     "transformers, counted": lambda folder: transformers(folder, counted=True),
+    "transformers, without labels": lambda folder: transformers(folder, counted=True, labels="targets"),
 }
 
 

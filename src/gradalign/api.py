@@ -256,8 +256,12 @@ def compare(
         algorithms: The algorithms, with names of your own in a dictionary.
         seeds: How many seeds, from 0 on, or which.
         out: A folder for all runs, ALGORITHM/seedN, which ``gradalign report`` and ``watch`` understand.
-        options: All further arguments of ``run``, the same for every algorithm.
+        options: All further arguments of ``run``, the same for every algorithm. So are ``rounds``: this compares at
+            equal updates, and a round of FedGA with fresh gradients communicates twice. ``Comparison.plot`` draws over
+            communication, and ``gradalign compare`` gives each algorithm the rounds that make it equal.
     """
+    if "seed" in options:
+        raise GradalignError(f"compare takes seeds, not seed; seeds=[{options['seed']!r}] is that one alone")
     given = [algorithms] if isinstance(algorithms, Algorithm | ServerRule | Combination) else algorithms
     named = dict(given) if isinstance(given, Mapping) else {combine(one).label: one for one in given}
     if not named or len(named) < len(given):

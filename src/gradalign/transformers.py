@@ -77,7 +77,8 @@ class Aligned:
         trainer: Any = self
         by_items = trainer.loss_is_scaled_for_ga
         if by_items is None:
-            by_items = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+            counted = trainer.model_accepts_loss_kwargs and num_items is not None  # None without labels
+            by_items = counted or trainer.compute_loss_func is not None
         if not by_items or num_items is None:
             return 1.0 if by_items else 1.0 / float(trainer.current_gradient_accumulation_steps)
         args = trainer.args

@@ -70,6 +70,9 @@ class LocalTraining:
 
     def _check_optimizer(self) -> None:
         """Refuse an optimizer that cannot take a step; SGD without settings is our own."""
+        if not isinstance(self.optimizer_settings, Mapping | None):
+            wanted = 'settings by their names, such as {"eps": 1e-6}'
+            raise GradalignError(f"local.optimizer_settings must be {wanted}, got {self.optimizer_settings!r}")
         given = dict(self.optimizer_settings or {})
         if not given and str(self.optimizer or "sgd").lower() == "sgd":
             object.__setattr__(self, "optimizer", None)

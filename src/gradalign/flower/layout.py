@@ -65,10 +65,11 @@ class Layout:
         return cls(tuple((name, tuple(shape), where, offset) for name, shape, where, offset in entries), exact)
 
     def named(self, vectors: Mapping[str, Tensor]) -> Named:
-        """Return the arrays that vectors hold."""
+        """Return the arrays that these vectors hold."""
         return {
             name: vectors[where].reshape(-1)[offset : offset + prod(shape)].reshape(shape)
             for name, shape, where, offset in self.entries
+            if where in vectors
         }
 
     def flat(self, arrays: Mapping[str, Tensor], like: Mapping[str, Tensor], only: set[str] | None = None) -> Named:

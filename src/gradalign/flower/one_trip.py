@@ -35,7 +35,7 @@ class _Teller:
     """What the server tells clients beside x: the algorithm with this round's values, and s."""
 
     def __init__(self, algorithm: Algorithm | Combination, total_step_size: float | None, weight_decay: float) -> None:
-        self.algorithm = combine(algorithm)
+        self._given = self.algorithm = combine(algorithm)
         for part in self.algorithm.parts:
             changed = type(part).multiple is not Algorithm.multiple or type(part).offset is not Algorithm.offset
             if part.needs_gradients or part.keeps or part.one_step or part.reports or changed:
@@ -46,14 +46,23 @@ class _Teller:
         if type(self.algorithm.server) is not ServerRule:
             raise GradalignError("the server's rule is the strategy's here; leave it out of the algorithm")
         self._fixed = None if total_step_size is None else real("total_step_size", total_step_size, 0.0)
-        self._size, self._local = self._fixed, LocalTraining(weight_decay=weight_decay)
-        self._names: list[str] = []
+        self._local = LocalTraining(weight_decay=weight_decay)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._size, self._names = self._fixed, list[str]()
         self._before: tuple[Combination, Tensor] | None = None
         self._shared: dict[str, Tensor] = {}
         self._numbers: dict[str, Mapping[str, float]] = {}
 
+    def last(self, rounds: int) -> None:
+        """Learn how many rounds there will be, for schedules in shares of the run."""
+        self.algorithm = self._given.over(rounds)
+
     def tell(self, round_index: int, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the further values of a round's config, given the point that the strategy gives out."""
+        if not round_index:  # another run of the same strategy begins anew
+            self._forget()
         # As they are at first: Flower's average makes floats of a counter.
         self._names = self._names or [name for name, value in arrays.items() if value.is_floating_point()]
         sent_as = torch.cat([arrays[name].reshape(-1) for name in self._names])
@@ -139,7 +148,7 @@ class OneTrip(Strategy):
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
         """As Flower's; schedules in shares of the run learn its length here."""
-        self._teller.algorithm = self._teller.algorithm.over(num_rounds)
+        self._teller.last(num_rounds)
         return super().start(grid, initial_arrays, num_rounds, *more, **named)
 
     def configure_train(

@@ -37,7 +37,7 @@ def settings_unread(wanted: LocalTraining, steps: int, followed: set[str]) -> st
     """Name the server's settings that a loop cannot have followed; another number of steps than asked is an error."""
     if wanted.steps is not None and steps not in (0, wanted.steps):
         raise GradalignError(f"the server asks for local.steps = {wanted.steps}, and this loop took {steps}")
-    followed = followed | {"lr"} | ({"steps"} if steps == wanted.steps else set())
+    followed = followed | ({"steps"} if steps == wanted.steps else set())
     given = {field.name: getattr(wanted, field.name) for field in fields(wanted) if field.name not in followed}
     usual = LocalTraining(epochs=1)
     return ", ".join(name for name, value in given.items() if value is not None and value != getattr(usual, name))
@@ -169,12 +169,12 @@ class LocalRound:
         update = self._flat.vector - self._start
         floats, ints = self._flat.read_buffers()
         if total_step_size is None:
-            if not self._steps and self._work.order.step_sizes:
+            if not self._steps and (self._work.order.step_sizes or self._work.told.algorithm.reports):
                 raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
             total_step_size = self.lr * self._steps
         self._work.remember_update(update.cpu(), total_step_size)
         numbers = {**(metrics or {}), **self._work.facts(), "loss": loss, "steps": self._steps, EXAMPLES: examples}
         numbers |= {SEEN: (examples if seen is None else seen) + self._more, TOTAL_STEP_SIZE: total_step_size}
-        unread = settings_unread(self._local, self._steps, {"gradient_examples"})
+        unread = settings_unread(self._local, self._steps, {"lr", "gradient_examples"})
         vectors = {"update": update, "floats": floats, "ints": ints}
         return messages.reply(self._message, vectors, numbers, unread="" if self._looked else unread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import torch
@@ -18,7 +19,7 @@ class Steps:
     A parameter is known by its values: before its first step it has those of the array that it was loaded from.
 
     Args:
-        arrays: The named arrays that the train function was given.
+        arrays: The named arrays that are trained, as the train function was given them.
         still: Hold every step back and add up its gradient instead.
         constant: What to add to the gradients of these names.
         pull: μ; with it, μ·y is added, too.
@@ -30,8 +31,8 @@ class Steps:
         self._parameters: list[Tensor] = []  # held, so that no id is given twice
         self._sums: dict[str, tuple[Tensor, int]] = {}
         self._first: torch.optim.Optimizer | None = None
-        self._velocity = 0.0
-        self.count, self._total = 0, 0.0
+        self._velocity, self.lr = 0.0, math.nan  # lr: of the first step
+        self.count, self.total = 0, 0.0  # of the steps, and of their sizes
 
     def __enter__(self) -> Self:
         self._handle = register_optimizer_step_pre_hook(self._before)
@@ -67,7 +68,7 @@ class Steps:
                 f"the app's optimizer has weight_decay {decay:g}, and the server reckons with {weight_decay:g}; "
                 f"give AlignedStrategy(local=LocalTraining(weight_decay={decay:g})) or OneTrip(weight_decay={decay:g})"
             )
-        return self._total
+        return self.total
 
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -101,5 +102,6 @@ class Steps:
         weight = 1.0 - float(group.get("dampening", 0.0)) if self.count else 1.0
         self._velocity = momentum * self._velocity + weight  # of a gradient that is always 1
         ahead = 1.0 + momentum * self._velocity if group.get("nesterov") else self._velocity
-        self._total += float(group["lr"]) * ahead
+        self.lr = self.lr if self.count else float(group["lr"])
+        self.total += float(group["lr"]) * ahead
         self.count += 1

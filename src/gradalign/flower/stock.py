@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gradalign.algorithms.alignment import FedLESAM
 from gradalign.algorithms.plan import Algorithm
+from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
@@ -107,12 +108,13 @@ class _Adapter:
         after = one.layout.flat(_arrays(reply), exchanged)
         after["update"] = after.pop("x") - start
         local = work.order.local
-        total = steps.total_step_size(local.weight_decay) if work.order.step_sizes else 0.0
+        total = steps.total_step_size(local.weight_decay) if work.order.step_sizes else steps.total
         work.remember_update(after["update"], total)
         numbers = _with_loss(_numbers(reply)) | {"steps": steps.count, TOTAL_STEP_SIZE: total, **work.facts()}
         if one.numbers and EXAMPLES in numbers:
             numbers[SEEN] = 2 * numbers[EXAMPLES]  # once more, for the gradient
         followed = {"weight_decay"} if work.order.step_sizes else set()
+        followed |= {"lr"} if work.order.lr in (LocalTraining.lr, steps.lr) else set()  # the default asks for nothing
         followed |= set() if self._losses is None else {"gradient_examples"}
         unread = settings_unread(local, steps.count, followed)
         return messages.reply(message, after, numbers, unread=unread)
@@ -170,7 +172,7 @@ class _Adapter:
             found = {name: g.detach().cpu() / seen for name, g in grads.items() if g is not None}
             one.numbers = {"loss": loss, EXAMPLES: seen if limit is None else None, SEEN: seen}
         else:
-            with torch.random.fork_rng(), Steps(arrays, still=True) as steps:
+            with torch.random.fork_rng(), Steps(one.layout.named({"x": one.x}), still=True) as steps:
                 reply = (self.own_train or train)(one.show(arrays), _aside(context))
             if reply.has_error():
                 raise GradalignError(f"the app's train function failed: {reply.error.reason}")
@@ -202,8 +204,8 @@ class _Adapter:
         if plan.pull:
             constant = -plan.pull * one.x if constant is None else constant - plan.pull * one.x
         arrays = one.layout.named({**one.vectors, "x": start})
-        added = None if constant is None else one.layout.named({**one.vectors, "x": constant})
-        with Steps(arrays, constant=added, pull=plan.pull) as steps:
+        added = None if constant is None else one.layout.named({"x": constant})
+        with Steps(one.layout.named({"x": start}), constant=added, pull=plan.pull) as steps:
             reply = train(one.show(arrays), context)
         if added is not None and steps.count and not steps.known:
             raise GradalignError("the app's optimizer trains none of the server's arrays as they were sent")
