@@ -91,19 +91,17 @@ class Reproduction:
         other, tune = next(one for one in self.experiments if one.name == name), experiment.at(self.scale).tune
         theirs, taken = self.settings(other, other.algorithms[0]), {}
         for entry in {*theirs, *experiment.entry_names()} - set(tune.lists if tune else ()):
-            fixed = experiment.entries.get(entry, {})
-            found = theirs.get(fixed.get("algorithm", {}).get("name", entry))
+            own = experiment.entries.get(entry, {}).get("algorithm", {})
+            found = theirs.get(own.get("name", entry))
             if found is not None:
-                free = {
-                    key: v for key, v in found.values.items() if PLACES[key][1] not in fixed.get(PLACES[key][0], {})
-                }
+                free = experiment.left_free(entry, found.values)
                 taken[entry] = Chosen(values=free, source=f"as in {name}: {found.source}")
         return taken
 
     def _search(self, experiment: Experiment, tune: Tuning, entry: str, settled: Settled) -> Settled:
         """Choose the settings of one entry on validation examples; of one with β, also those of the one without."""
         known = _points(settled)
-        recipe = experiment.recipe_at(self.scale, {entry: known.get(tune.base, {})} | known, tune.budget)
+        recipe = experiment.recipe_at(self.scale, known, tune.budget)
         recipe = replace(recipe, data={**recipe.data, "seed": SEARCH_SEED})
         stated = tune.lists[entry].model_dump(exclude_none=True)
         lists: Lists = {name: stated.pop(name) for name in [*PLACES, "beta_fine"] if name in stated}
