@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,6 +236,27 @@ def test_settings_are_chosen_on_validation_examples_and_written_down():
     spec = read_table(Path("out/tiny/runs/fedavg/seed1/spec.toml"))
     assert spec["local"]["lr"] == settled["fedavg"].values["lr"]
     assert "holdout" not in spec["clients"]
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_retune_chooses_again_what_is_written_down():
+    file, words = Path("out/tiny/settings.toml"), (*WORDS, "tiny", "--only", "fedprox")
+    file.parent.mkdir(parents=True)
+    given = {name: {"values": {"lr": 0.3}, "source": "given"} for name in ("fedga", "fedavg", "fedprox")}
+    file.write_bytes(tomli_w.dumps(given).encode())
+    call(*words)
+    assert read_table(file) == given  # taken as it is
+    # The runs with the given settings are not passed off as those of the chosen ones.
+    assert "holds a run with other settings: local.lr (0.3 there" in call(*words, "--retune", code=2).stderr
+    chosen = read_table(file)
+    assert all("not trained on" in chosen[name]["source"] for name in given)
+    before = {trial: trial.stat().st_mtime_ns for trial in Path("out/tiny/tune").rglob("metrics.jsonl")}
+    shutil.rmtree("out/tiny/runs")
+    call(*words, "--retune")
+    assert read_table(file) == chosen
+    after = {trial: trial.stat().st_mtime_ns for trial in Path("out/tiny/tune").rglob("metrics.jsonl")}
+    assert before.keys() == after.keys()
+    assert all(after[trial] > before[trial] for trial in before)
 
 
 @pytest.mark.usefixtures("_tiny")
