@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,10 +41,15 @@ def test_every_experiment_has_its_runs_at_equal_cost(scale, tmp_path):
         planned = work.planned(one, {}, check=False)
         assert len(planned) == own.seeds * len(one.entry_names())
         assert SEARCH_SEED not in {run.seed for run in planned}
+        lengths = {run.entry: run.spec.rounds for run in planned}
+        for spec in (run.spec for run in planned if run.seed == 0):
+            algorithm = build_algorithm(spec.algorithm, spec.server).over(spec.rounds)
+            aligned = sum(algorithm.at(index).needs_gradients for index in range(spec.rounds))
+            each = {"communication": 2, "rounds": 1, "steps": spec.local.steps}[one.equal]
+            cost = spec.rounds + aligned if one.equal == "communication" else spec.rounds * each
+            assert own.budget - each < cost <= own.budget
         for run in planned:
-            trips = 1 + build_algorithm(run.spec.algorithm, run.spec.server).needs_gradients
-            each = {"communication": trips, "rounds": 1, "steps": run.spec.local.steps}[one.equal]
-            assert own.budget - each < run.spec.rounds * each <= own.budget
+            assert run.spec.rounds == lengths[run.entry]
             assert (run.spec.paper is not None) == one.papers_setting
             assert is_papers_problem(run.spec.to_dict()) or not one.papers_setting  # else its column would be left out
         assert one.provenance
@@ -68,6 +74,24 @@ def test_chosen_values_go_where_they_belong():
     forms = next(one for one in read_plan() if one.name == "cifar100-forms")
     late = forms.recipe_at("small", {"fedga-late": {"beta": 0.7}}).spec_for("fedga-late", 0).algorithm.given()["beta"]
     assert (late.kind, late.value, late.share) == ("off-until", 0.7, 0.5)  # a schedule keeps its form
+
+
+def test_what_is_not_searched_has_the_bases_values():
+    plan = {one.name: one for one in read_plan()}
+    recipe = plan["digits-iid"].recipe_at("small", {"fedavg": {"lr": 0.7, "K": 3}, "fedga": {"lr": 0.6}})
+    lrs = [recipe.spec_for(entry, 0).local.lr for entry in ("fedavg", "fedga-auto", "fedga-fresh-auto", "fedga")]
+    assert lrs == [0.7, 0.7, 0.7, 0.6]
+    assert recipe.spec_for("fedga-auto", 0).local.steps == 3
+    known = {"largebatchsgd": {"lr": 0.7, "K": 1, "batch": 60}}
+    small = plan["large-batch-emnist"].recipe_at("small", known).spec_for("small-batch", 0).local
+    assert (small.lr, small.steps, small.batch_size) == (0.7, 8, 125)  # what an entry fixes stays its own
+
+
+def test_late_alignment_spends_the_whole_budget():
+    one = next(one for one in read_plan() if one.name == "cifar100-forms")
+    recipe = one.recipe_at("small", {}, 100)
+    assert recipe.spec_for("fedga-late", 0).rounds == 67  # the last 33 of them communicate twice: 100 in all
+    assert recipe.spec_for("fedga-running", 0).rounds == 100
 
 
 def test_beta_belongs_to_the_grid_of_an_algorithm_without_a_baseline():
@@ -212,6 +236,27 @@ def test_settings_are_chosen_on_validation_examples_and_written_down():
     spec = read_table(Path("out/tiny/runs/fedavg/seed1/spec.toml"))
     assert spec["local"]["lr"] == settled["fedavg"].values["lr"]
     assert "holdout" not in spec["clients"]
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_retune_chooses_again_what_is_written_down():
+    file, words = Path("out/tiny/settings.toml"), (*WORDS, "tiny", "--only", "fedprox")
+    file.parent.mkdir(parents=True)
+    given = {name: {"values": {"lr": 0.3}, "source": "given"} for name in ("fedga", "fedavg", "fedprox")}
+    file.write_bytes(tomli_w.dumps(given).encode())
+    call(*words)
+    assert read_table(file) == given  # taken as it is
+    # The runs with the given settings are not passed off as those of the chosen ones.
+    assert "holds a run with other settings: local.lr (0.3 there" in call(*words, "--retune", code=2).stderr
+    chosen = read_table(file)
+    assert all("not trained on" in chosen[name]["source"] for name in given)
+    before = {trial: trial.stat().st_mtime_ns for trial in Path("out/tiny/tune").rglob("metrics.jsonl")}
+    shutil.rmtree("out/tiny/runs")
+    call(*words, "--retune")
+    assert read_table(file) == chosen
+    after = {trial: trial.stat().st_mtime_ns for trial in Path("out/tiny/tune").rglob("metrics.jsonl")}
+    assert before.keys() == after.keys()
+    assert all(after[trial] > before[trial] for trial in before)
 
 
 @pytest.mark.usefixtures("_tiny")

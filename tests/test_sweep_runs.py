@@ -227,8 +227,8 @@ def test_the_sentence_says_what_the_seeds_tell(ours, theirs, larger, words):
     # 3 seeds each of variance 1: 2.7764 · √(2/3) = 2.267.
     name = "accuracy" if larger else "loss"
 
-    def outcomes(entry: str, values: list[float]) -> list[Outcome]:
-        facts = [{f"test_{name}": value, "communication_rounds": 8} for value in values]
+    def outcomes(entry: str, values: list[float], spent: int = 8) -> list[Outcome]:
+        facts = [{f"test_{name}": value, "communication_rounds": spent} for value in values]
         done = [
             Outcome(stage="test", slot=0, entry=entry, seed=0, point={"lr": 1}, state="complete", facts=f)
             for f in facts
@@ -238,6 +238,9 @@ def test_the_sentence_says_what_the_seeds_tell(ours, theirs, larger, words):
     nothing = {key: [] for key in ("tuned", "baseline", "finalists", "validated", "tested_betas")}
     found = Found(**nothing, tested=outcomes("fedga", ours), tested_baseline=outcomes("fedavg", theirs))
     assert words in compare_with_baseline(found, {"lr": 1}, Scoring(name, larger))["sentence"]
+    unequal = Found(**nothing, tested=outcomes("fedga", [0.5], 1000), tested_baseline=outcomes("fedavg", [0.5]))
+    sentence = compare_with_baseline(unequal, {"lr": 1}, Scoring(name, larger))["sentence"]
+    assert "at 1,000 and 8 communication rounds" in sentence
 
 
 def test_the_same_command_again_does_nothing_again(whole):

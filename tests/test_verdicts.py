@@ -88,6 +88,18 @@ def test_a_level_is_judged_by_the_first_side_alone():
     assert row["verdict"] == "reproduced"
 
 
+def test_runs_that_diverged_are_told():
+    good = [run_of(0.0, 0.50), run_of(0.0, 0.51)]
+    low = [run_of(0.0, 0.10), run_of(0.0, 0.11)]
+    row = verdict_row(claim(), {"fedga": good, "fedavg": low}, {"fedga": 1, "fedavg": 0, "scaffold": 3})
+    assert (row["verdict"], row["why"].partition("; ")[2]) == ("reproduced", "1 diverged of fedga")
+    row = verdict_row(claim(), {"fedga": good[:1], "fedavg": low}, {"fedga": 2, "fedavg": 1})
+    assert (row["verdict"], row["why"].partition("; ")[2]) == (
+        "undecidable",
+        "2 diverged of fedga; 1 diverged of fedavg",
+    )
+
+
 def test_both_sides_are_compared_where_they_have_spent_alike():
     runs = {"fedga": [run_of(0.0, 0.2, 0.5, phases=2)], "fedavg": [run_of(0.0, 0.1, 0.3, 0.6, 0.7)]}
     assert scores(runs, claim()) == ([50.0], [70.0])  # 4 communications

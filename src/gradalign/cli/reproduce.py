@@ -28,7 +28,7 @@ def reproduce(
     report_only: bool = Option(
         False, "--report", help="Run nothing: write the page and the verdicts of what has finished."
     ),
-    retune: bool = Option(False, "--retune", help="Choose settings anew where the list has chosen ones."),
+    retune: bool = Option(False, "--retune", help="Choose settings anew where the list or the folder has some."),
     plan: Path | None = Option(None, help="A list of your own, as TOML, instead of the paper's."),
     data_dir: DataDir = None,
     device: Device = "cpu",

@@ -6,10 +6,12 @@ many rounds. ``[compare] equal = "updates"`` gives all of them the same rounds i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from gradalign.algorithms.plan import Combination
 from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.names import accepted_parameters
@@ -39,8 +41,18 @@ def _rounds_and_trips(tables: Mapping[str, Any], source: str) -> tuple[int, Frac
     if "beta" in accepted_parameters(name) and found(tables, "algorithm", "beta") is None:
         tables = merge(tables, {"algorithm": {"beta": 1.0}})  # a recipe for comparing only; any will do for counting
     spec = validate({key: value for key, value in tables.items() if key != "scale"}, source)
-    algorithm = build_algorithm(spec.algorithm, spec.server).over(spec.rounds)
+    return spec.rounds, Fraction(communications(build_algorithm(spec.algorithm, spec.server), spec.rounds), spec.rounds)
+
+
+def communications(algorithm: Combination, rounds: int) -> int:
+    """Return how often a run of this many rounds communicates: twice in those with a gradient phase, else once."""
+    algorithm = algorithm.over(rounds)
     if algorithm == algorithm.at(0) == algorithm.at(1):  # neither a schedule nor rounds that rest
-        return spec.rounds, Fraction(1 + algorithm.needs_gradients)
-    aligned = sum(algorithm.at(index).needs_gradients for index in range(spec.rounds))
-    return spec.rounds, 1 + Fraction(aligned, spec.rounds)
+        return rounds * (1 + algorithm.needs_gradients)
+    return rounds + sum(algorithm.at(index).needs_gradients for index in range(rounds))
+
+
+def rounds_within(budget: int, algorithm: Combination) -> int:
+    """Return the most rounds, at least one, that communicate no more often than this."""
+    lengths = range(1, budget + 1)
+    return max(1, bisect_right(lengths, budget, key=lambda rounds: communications(algorithm, rounds)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from gradalign.errors import GradalignError
 from gradalign.recipes.spec import checked
 from gradalign.report import write_report
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
-from gradalign.reproduce.verdicts import Rows, verdict_row
+from gradalign.reproduce.verdicts import verdict_row
 from gradalign.runs import METRICS, REPORT, SUMMARY, safe_name, write_json, write_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Run, gather
@@ -43,7 +44,9 @@ class Reproduction:
     say: Say
     show: bool = False
     retune: bool = False
-    """Choose settings anew where the plan has some."""
+    """Choose settings anew where the plan or the folder has some."""
+    _anew: set[str] = field(default_factory=set, init=False)
+    """The experiments whose settings this process has written: those count when all else is chosen anew."""
 
     def place(self, experiment: Experiment) -> Path:
         return self.folder / safe_name(experiment.name)
@@ -66,19 +69,29 @@ class Reproduction:
 
         Chosen now are those of ``entries``, all without any; first those that the others take values from.
         """
-        tune, file = experiment.at(self.scale).tune, self.place(experiment) / SETTINGS
+        tune = experiment.at(self.scale).tune
         settled = self._known(experiment)
         if not settled and experiment.settings_from is not None:
             settled = self._taken_over(experiment, experiment.settings_from)
         for number, entry in enumerate(tune.lists if tune else ()):
             if tune and entry not in settled and (not entries or entry in entries or number == 0):
                 settled |= self._search(experiment, tune, entry, settled)
-                _write(file, settled)
-        if settled and not is_there(file):
-            _write(file, settled)
+                self._write(experiment, settled)
+        if settled and (self._forgets(experiment) or not is_there(self.place(experiment) / SETTINGS)):
+            self._write(experiment, settled)
         return settled
 
+    def _forgets(self, experiment: Experiment) -> bool:
+        return self.retune and experiment.name not in self._anew
+
+    def _write(self, experiment: Experiment, settled: Settled) -> None:
+        self.place(experiment).mkdir(parents=True, exist_ok=True)
+        write_toml(self.place(experiment) / SETTINGS, {name: one.model_dump() for name, one in settled.items()})
+        self._anew.add(experiment.name)
+
     def _known(self, experiment: Experiment) -> Settled:
+        if self._forgets(experiment):
+            return {}
         file = self.place(experiment) / SETTINGS
         written = {name: checked(Chosen, table, str(file)) for name, table in read_optional(file).items()}
         return written or ({} if self.retune else dict(experiment.at(self.scale).chosen))
@@ -91,19 +104,17 @@ class Reproduction:
         other, tune = next(one for one in self.experiments if one.name == name), experiment.at(self.scale).tune
         theirs, taken = self.settings(other, other.algorithms[0]), {}
         for entry in {*theirs, *experiment.entry_names()} - set(tune.lists if tune else ()):
-            fixed = experiment.entries.get(entry, {})
-            found = theirs.get(fixed.get("algorithm", {}).get("name", entry))
+            own = experiment.entries.get(entry, {}).get("algorithm", {})
+            found = theirs.get(own.get("name", entry))
             if found is not None:
-                free = {
-                    key: v for key, v in found.values.items() if PLACES[key][1] not in fixed.get(PLACES[key][0], {})
-                }
+                free = experiment.left_free(entry, found.values)
                 taken[entry] = Chosen(values=free, source=f"as in {name}: {found.source}")
         return taken
 
     def _search(self, experiment: Experiment, tune: Tuning, entry: str, settled: Settled) -> Settled:
         """Choose the settings of one entry on validation examples; of one with β, also those of the one without."""
         known = _points(settled)
-        recipe = experiment.recipe_at(self.scale, {entry: known.get(tune.base, {})} | known, tune.budget)
+        recipe = experiment.recipe_at(self.scale, known, tune.budget)
         recipe = replace(recipe, data={**recipe.data, "seed": SEARCH_SEED})
         stated = tune.lists[entry].model_dump(exclude_none=True)
         lists: Lists = {name: stated.pop(name) for name in [*PLACES, "beta_fine"] if name in stated}
@@ -114,7 +125,10 @@ class Reproduction:
         plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
         self._stamp()
         self.say(f"{experiment.name}: choosing settings of {entry} on validation examples")
-        found = run_search(plan, self.place(experiment) / TUNE / safe_name(entry), self.options, show=self.show)
+        folder = self.place(experiment) / TUNE / safe_name(entry)
+        if self.retune and is_there(folder):
+            shutil.rmtree(folder)  # its trials would be taken as they are
+        found = run_search(plan, folder, self.options, show=self.show)
         chosen = {}
         for name, outcomes in zip((entry, plan.search.baseline), found, strict=True):
             if name is not None and name not in settled:
@@ -144,7 +158,7 @@ class Reproduction:
             planned = self.planned(experiment, self.settings(experiment, entries))
             self._stamp()
             for one in planned:
-                if one.entry in entries and not ended(one.folder):
+                if one.entry in entries and (self.retune or not ended(one.folder)):  # one of other settings is refused
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
                     self.say(f"{what}; {time_left(planned)}")
                     bar = rounds_bar(one.spec.rounds) if self.show else nullcontext(lambda label, row: None)
@@ -169,7 +183,7 @@ class Reproduction:
     def results(self) -> dict[str, Any]:
         """Write results.json and the page of all runs that have finished; return the results."""
         runs = {one.name: self._runs(one) for one in self.experiments}
-        every = {f"{name}/{entry}": _rows(own) for name, entries in runs.items() for entry, own in entries.items()}
+        every = {f"{name}/{entry}": own for name, entries in runs.items() for entry, own in entries.items()}
         found = [self._result(one, runs[one.name], every) for one in self.experiments]
         found = [one for one in found if one["algorithms"]]
         results: dict[str, Any] = {"scale": self.scale, "experiments": found, "versions": versions()}
@@ -186,10 +200,11 @@ class Reproduction:
         return {entry: [run for run in found if run.entry == entry] for entry in {run.entry or "": 0 for run in found}}
 
     def _result(
-        self, experiment: Experiment, runs: Mapping[str, list[Run]], every: Mapping[str, list[Rows]]
+        self, experiment: Experiment, runs: Mapping[str, list[Run]], every: Mapping[str, list[Run]]
     ) -> dict[str, Any]:
-        place = self.place(experiment)
-        rows = {**every, **{entry: _rows(own) for entry, own in runs.items()}}
+        place, known = self.place(experiment), {**every, **runs}
+        rows = {entry: [run.rows for run in own if run.state == "complete"] for entry, own in known.items()}
+        diverged = {entry: sum(run.state == "diverged" for run in own) for entry, own in known.items()}
         settled = read_optional(place / SETTINGS)
         return {
             "name": experiment.name,
@@ -197,7 +212,7 @@ class Reproduction:
             "folder": place.name,
             "provenance": experiment.provenance,
             "algorithms": [_entry_result(entry, own, settled.get(entry)) for entry, own in runs.items()],
-            "verdicts": [verdict_row(claim, rows) for claim in experiment.claims],
+            "verdicts": [verdict_row(claim, rows, diverged) for claim in experiment.claims],
         }
 
 
@@ -211,10 +226,6 @@ def verdict_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             seeds = f" ({len(row['first_scores'])} and {len(row['second_scores'])} runs)"
             table.append([one["name"], row["text"], row["at"], words + seeds, row["verdict"], row["why"]])
     return table
-
-
-def _rows(runs: Sequence[Run]) -> list[Rows]:
-    return [run.rows for run in runs if run.state == "complete"]
 
 
 def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -239,11 +250,6 @@ def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | 
 
 def _points(settled: Settled) -> dict[str, Point]:
     return {name: dict(one.values) for name, one in settled.items()}
-
-
-def _write(file: Path, settled: Settled) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_toml(file, {name: one.model_dump() for name, one in settled.items()})
 
 
 def ended(folder: Path) -> bool:

@@ -12,10 +12,11 @@ from pydantic import Field
 from gradalign.errors import GradalignError
 from gradalign.recipes import Recipe, load_recipe, merge, read_recipe
 from gradalign.recipes.build import build_algorithm
+from gradalign.recipes.fair import rounds_within
 from gradalign.recipes.scale import lay_over
 from gradalign.recipes.spec import Count, Section, Seeds, Spec, SweepSpec, Whole, checked
 from gradalign.reproduce.verdicts import Claim
-from gradalign.sweep.grid import Point, apply_point
+from gradalign.sweep.grid import PLACES, Point, apply_point
 
 Scale = Literal["small", "medium", "paper"]
 _POINTS = 60  # measurements of a run: enough that a tenth of it has several
@@ -97,24 +98,36 @@ class Experiment(Section):
         return [entry for group in self.algorithms for entry in group]
 
     def recipe_at(self, scale: Scale, chosen: Mapping[str, Point], budget: int | None = None) -> Recipe:
-        """Return the recipe of all entries, with their chosen settings and lengths; ``budget`` is another length."""
+        """Return the recipe of all entries, with their chosen settings and lengths; ``budget`` is another length.
+
+        An entry of which nothing is chosen has the values of the tuning's base, as far as it does not fix them itself.
+        """
         own, base = self.at(scale), load_recipe(self.recipe)
         data = lay_over(base.data, merge(self.settings, own.settings)) | {"name": self.name}
         if not self.papers_setting:
             data["paper"] = None
         names = {*self.entry_names(), *base.compare.settings, *chosen, *([own.tune.base] if own.tune else [])}
         given = {name: merge(base.compare.settings.get(name, {}), self.entries.get(name, {})) for name in names}
-        given = {name: apply_point(tables, chosen.get(name, {})) for name, tables in given.items()}
+        common = chosen.get(own.tune.base, {}) if own.tune else {}
+        points = {name: chosen.get(name, self.left_free(name, common)) for name in names}
+        given = {name: apply_point(tables, points[name]) for name, tables in given.items()}
         recipe = replace(base, data=data, compare=base.compare.model_copy(update={"settings": given}))
         specs = {name: recipe.spec_for(name, 0) for name in names}
         given = {name: merge(given[name], self._length(spec, budget or own.budget)) for name, spec in specs.items()}
         about: dict[str, Any] = {"algorithms": self.entry_names(), "seeds": own.seeds, "settings": given}
         return replace(recipe, compare=base.compare.model_copy(update=about))
 
+    def left_free(self, entry: str, point: Point) -> Point:
+        """Return the values of a point that the plan's settings of an entry do not fix; K and epochs are one choice."""
+        fixed = self.entries.get(entry, {})
+        own = {name for name, (table, key) in PLACES.items() if key in fixed.get(table, {})}
+        own |= {"K", "epochs"} if own & {"K", "epochs"} else set()
+        return {name: value for name, value in point.items() if name not in own}
+
     def _length(self, spec: Spec, budget: int) -> dict[str, Any]:
-        trips = 1 + build_algorithm(spec.algorithm, spec.server).needs_gradients
-        each = {"communication": trips, "rounds": 1, "steps": spec.local.steps or 1}[self.equal]
-        rounds = max(1, budget // each)
+        rounds = max(1, budget // (spec.local.steps or 1)) if self.equal == "steps" else budget
+        if self.equal == "communication":
+            rounds = rounds_within(budget, build_algorithm(spec.algorithm, spec.server))
         train = max(1, rounds // self.train_points) if self.train_points else 0
         return {"rounds": rounds, "measure": {"test_every": max(1, rounds // _POINTS), "train_every": train}}
 

@@ -113,11 +113,18 @@ def judge(claim: Claim, found: Difference | None) -> tuple[Verdict, str]:
     return "undecidable", f"{interval} has {what}{paper} in it"
 
 
-def verdict_row(claim: Claim, runs: Mapping[str, Sequence[Rows]]) -> dict[str, object]:
-    """Return a claim with its numbers and its verdict, as plain values."""
+def verdict_row(
+    claim: Claim, runs: Mapping[str, Sequence[Rows]], diverged: Mapping[str, int] | None = None
+) -> dict[str, object]:
+    """Return a claim with its numbers and its verdict, as plain values.
+
+    ``diverged`` says how many runs of an entry have no number; a verdict that rests on the others tells it.
+    """
     first, second = scores(runs, claim)
     found = difference(first, second)
     verdict, why = judge(claim, found)
+    lost = {side: (diverged or {}).get(str(side), 0) for side in (claim.first, claim.second)}
+    why += "".join(f"; {count} diverged of {side}" for side, count in lost.items() if count)
     return {
         **claim.model_dump(exclude_none=True),
         "first_scores": first,

@@ -158,11 +158,12 @@ def trial_spec(
     """Return the experiment of one trial.
 
     A trial of the search holds validation examples out and measures nothing but them, about twenty times. Without
-    ``holdout`` it is the recipe's own experiment on all training data, scored on the test set.
+    ``holdout`` it is the recipe's own experiment on all training data, scored on the test set, which then decides
+    nothing: neither when the run ends nor which model is kept.
     """
     data = apply_point(recipe.tables_for(entry), point)
-    if holdout is not None:
-        data = merge(data, {"clients": {"holdout": holdout}, "measure": {"train_every": 0}})
+    measure = {"train_every": 0} if holdout is not None else {"early_stopping": None, "keep_best": False}
+    data = merge(data, {"clients": {"holdout": holdout}, "measure": measure})
     source = f"{recipe.source} ({entry})"
     data = apply_scale(data, source) | {"seed": seed}
     data = data if rounds is None else lay_over(data, {"rounds": rounds})

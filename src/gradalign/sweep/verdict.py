@@ -43,12 +43,12 @@ def compare_with_baseline(found: Found, chosen: Point, scoring: Scoring) -> dict
         ],
         "difference": None if apart is None else apart.value,
         "margin": None if apart is None else apart.margin,
-        "sentence": _sentence(names, apart, scoring, int(max(rounds)), [len(own) for own in scores]),
+        "sentence": _sentence(names, apart, scoring, rounds, [len(own) for own in scores]),
     }
 
 
 def _sentence(
-    names: Sequence[str], apart: Difference | None, scoring: Scoring, rounds: int, seeds: Sequence[int]
+    names: Sequence[str], apart: Difference | None, scoring: Scoring, rounds: Sequence[float], seeds: Sequence[int]
 ) -> str:
     ours, theirs = names
     if apart is None:
@@ -58,7 +58,8 @@ def _sentence(
         ("points of test accuracy", "+.2f") if scoring.name == "accuracy" else (f"of test {scoring.name}", "+.4g")
     )
     margin = "" if apart.margin is None else f" ± {format(apart.margin, form[1:])}"
-    found = f"{format(apart.value, form)}{margin} {unit} beside the tuned {theirs}, at {rounds:,} communication rounds"
+    spent = " and ".join(f"{own:,.0f}" for own in dict.fromkeys(rounds))  # one number where they are alike
+    found = f"{format(apart.value, form)}{margin} {unit} beside the tuned {theirs}, at {spent} communication rounds"
     if apart.margin is None:
         return f"Whether {ours} helps cannot be told from a single seed: {found}; give --seeds 3 or more."
     if not apart.decided:
