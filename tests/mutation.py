@@ -51,6 +51,8 @@ TASKS = ("bounds", "partition", "holdout", "groups", "tasks", "streams", "consta
 THEORY = ("checks", "theory", "probe")
 GUARDS: dict[str, tuple[str, ...]] = {
     "algorithms/__init__": ("combinations", "algorithms", "constants", "bounds", "reference"),
+    "algorithms/alignment": ("alignment", "constants", "combinations", "reference"),
+    "algorithms/auto": ("alignment", "constants"),
     "algorithms/plan": ROUNDS,
     "algorithms/rules": ("server", "constants", "bounds", "own_algorithm", "reference"),
     "algorithms/schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
