@@ -316,7 +316,18 @@ def test_a_task_of_ones_own_that_has_no_accuracy():
 
 
 def test_a_search_goes_by_what_is_measured_on_training_examples():
-    words = ("--workers", 0, "--set", "rounds=2", "--set", "task.clients=6", "--set", "clients.per_round=4", "--set", "measure.monitor=train_loss")
+    words = (
+        "--workers",
+        0,
+        "--set",
+        "rounds=2",
+        "--set",
+        "task.clients=6",
+        "--set",
+        "clients.per_round=4",
+        "--set",
+        "measure.monitor=train_loss",
+    )
     grid = ("--grid", "lr=.001,.2", "--grid", "K=2", "--grid", "batch=16", "--grid", "weight_decay=0")
     few = ("--algorithm", "fedavg", "--seeds", 1, "--finalists", 1, "--stop-after", 1)
     call("sweep", "digits", *words, *grid, *few, "--out", "s")
