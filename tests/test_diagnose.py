@@ -275,6 +275,9 @@ def test_a_recipe_brings_its_task_its_lr_and_its_steps(tmp_path):
     other = json.loads(shown(recipe, "--json", "--lr", 0.1, "--steps", 3, "--set", "clients=4", "--seed", 1).stdout)
     assert (other["clients"], other["lr"], other["steps"], other["trained"]) == (4, 0.1, 3, 96)
     assert "there is no recipe file" in shown(tmp_path / "none.toml", code=2).stderr
+    text = recipe.read_text().replace(", rounds = 50", "").replace('"cosine"', '"warmup", share = 0.5')
+    recipe.write_text(text)
+    assert json.loads(shown(recipe, "--json", "--set", "rounds=8", "--trust-task").stdout)["lr"] == 0.3
 
 
 @pytest.mark.parametrize(

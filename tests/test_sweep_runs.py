@@ -315,6 +315,26 @@ def test_a_task_of_ones_own_that_has_no_accuracy():
     assert summary["finalists"][0]["test_loss"]["mean"] > 0.0
 
 
+def test_a_search_goes_by_what_is_measured_on_training_examples():
+    words = (
+        "--workers",
+        0,
+        "--set",
+        "rounds=2",
+        "--set",
+        "task.clients=6",
+        "--set",
+        "clients.per_round=4",
+        "--set",
+        "measure.monitor=train_loss",
+    )
+    grid = ("--grid", "lr=.001,.2", "--grid", "K=2", "--grid", "batch=16", "--grid", "weight_decay=0")
+    few = ("--algorithm", "fedavg", "--seeds", 1, "--finalists", 1, "--stop-after", 1)
+    call("sweep", "digits", *words, *grid, *few, "--out", "s")
+    summary = json.loads(Path("s/summary.json").read_text())
+    assert (summary["score"], summary["best"]["lr"]) == ("train_loss", 0.2)
+
+
 def studies_of(folder: str) -> JournalStorage:
     return JournalStorage(JournalFileBackend(str(Path(folder, "study.journal").resolve())))
 
@@ -398,6 +418,11 @@ def test_ctrl_c_says_how_to_go_on():
         (("digits", "--sampler", "random"), "--sampler must be grid or tpe"),
         (("digits", "--trials", 3), "--trials belongs to --sampler tpe"),
         (("digits", "--holdout", 2), "holdout: must be less than 1"),
+        (
+            ("digits", "--set", "measure.monitor=train_loss", "--set", "measure.train_every=0"),
+            "train_loss is the score and never measured; set measure.train_every",
+        ),
+        (("digits", "--set", "measure.test_every=0"), "test_accuracy is the score and never measured"),
         (("digits", "--set", "sweep.colour=1"), "colour is not a known setting"),
         (("digits", "--storage", "nonsense"), "cannot use the storage nonsense"),
         (("digits", "--storage", "sqlite:////nowhere/at/all.db"), "unable to open database file"),

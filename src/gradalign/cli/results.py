@@ -19,7 +19,8 @@ def further_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in summary.items():
         on, _, name = key.removeprefix("final_").partition("_")
         known = number_of(value)
-        if key.startswith("final_") and on in ("test", "validation") and name not in ("accuracy", "loss") and known:
+        further = on in ("test", "validation") and name not in ("accuracy", "loss")
+        if key.startswith("final_") and further and known is not None:
             yield f"{on} {name}", f"{known:.4g}"
     for prefix, name in _NAMES.items():
         words = _client_words(summary, prefix)

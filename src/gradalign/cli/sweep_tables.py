@@ -34,10 +34,11 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         print_line(console, summary["does_it_help"]["sentence"])
     if summary["scale"]:
         print_line(console, f"scale: {summary['scale']}")
-    places = {"best values": BEST, "all trials": TABLE, "accuracy over β": BETA, "accuracy over each value": VALUES}
-    for what, file in (places | {"report": REPORT}).items():
+    what = summary["score"]
+    places = {"best values": BEST, "all trials": TABLE, f"{what} over β": BETA, f"{what} over each value": VALUES}
+    for name, file in (places | {"report": REPORT}).items():
         if (folder / file).exists():
-            print_line(console, f"{what}: {folder / file}")
+            print_line(console, f"{name}: {folder / file}")
     if not (folder / REPORT).exists():
         print_line(console, "report: none here, because the finalists' runs lie in another process's folder")
 

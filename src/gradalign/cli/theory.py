@@ -13,7 +13,17 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradalign.cli.common import AsJson, Device, TaskSettings, plain, plain_errors, print_json, print_line, print_table
+from gradalign.cli.common import (
+    AsJson,
+    Device,
+    TaskSettings,
+    TrustTask,
+    plain,
+    plain_errors,
+    print_json,
+    print_line,
+    print_table,
+)
 from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table, task_and_options
 
 if TYPE_CHECKING:
@@ -135,12 +145,13 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
 
 
 def _subject(
-    name: str | None, settings: Sequence[str], seed: int | None, table: TableOptions
+    name: str | None, settings: Sequence[str], seed: int | None, table: TableOptions, *, trust_task: bool
 ) -> tuple[Task, LocalTraining | None, int]:
     """Return what is diagnosed, how its recipe trains it (None for a task without one), and the seed.
 
     A setting without a section is one of the task's, of a recipe too.
     """
+    from gradalign.algorithms.schedule import spanning, value_at
     from gradalign.recipes import shipped_recipes
     from gradalign.recipes.build import build_algorithm, build_local, task_of
     from gradalign.recipes.spec import Section, Spec
@@ -153,8 +164,11 @@ def _subject(
     of_the_run = {"scale", *Spec.model_fields} - tables  # rounds=3; but clients=3 is about the task
     own = ["." not in word and word not in of_the_run for word in words]
     sections = [f"task.{setting}" if bare else setting for setting, bare in zip(settings, own, strict=True)]
-    spec = load(name, sections, seed, None, table, trust_task=False).spec()
-    return task_of(spec), build_local(spec.local, build_algorithm(spec.algorithm, spec.server)), spec.seed
+    spec = load(name, sections, seed, None, table, trust_task=trust_task).spec()
+    local = build_local(spec.local, build_algorithm(spec.algorithm, spec.server))
+    lr = spanning(local.lr, spec.rounds)
+    largest = max(value_at(lr, index) for index in range(spec.rounds))  # a schedule may begin with 0
+    return task_of(spec), replace(local, lr=largest), spec.seed
 
 
 @takes_table
@@ -165,6 +179,7 @@ def diagnose(
     ] = None,
     settings: TaskSettings = None,
     table: TableOptions = NO_TABLE,
+    trust_task: TrustTask = False,
     as_json: AsJson = False,
     seed: int | None = Option(None, min=0, help="The seed of everything random (default: the recipe's, or 0)."),
     clients: int = Option(20, help="Measure at most this many clients."),
@@ -184,7 +199,7 @@ def diagnose(
         from gradalign.theory.diagnose import diagnose as measure
 
         check_device(device)
-        made, local, chosen = _subject(subject, settings or (), seed, table)
+        made, local, chosen = _subject(subject, settings or (), seed, table, trust_task=trust_task)
         if local is not None:
             local = local if steps is None else replace(local, steps=steps, epochs=None)
             steps = local.steps_for(len(made.client(0, chosen)))

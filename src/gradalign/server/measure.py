@@ -33,6 +33,8 @@ FREE = 5000.0  # examples: a moment, so that small runs have whole curves
 _FORWARD_ONLY = 1 / 3  # what an example that is only evaluated costs
 _LOOKED_AT = 50  # clients whose sizes stand for all
 
+TRAIN_COLUMNS = ("train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine")
+
 Row = dict[str, Any]
 
 
@@ -167,15 +169,15 @@ def probe_clients(clients: int, limit: int, seed: int) -> list[int]:
 def row_columns(measure: Measure, federation: Federation) -> list[str]:
     """Return what a settled measure puts into the rows, measured or not."""
     task = federation.task
-    names = ["test_loss", "test_accuracy", "train_loss", "train_accuracy", "r", "drift", "drift_ratio", "cosine"]
+    names = ["test_loss", "test_accuracy", *TRAIN_COLUMNS]
     names += [f"{task.scored_on}_{name}" for name in ("loss", "accuracy", *task.metrics)]
     return names + (client_columns(measure, task) if measure.clients_every != 0 else [])
 
 
-def require_measurable(measure: Measure, federation: Federation) -> None:
-    """Refuse what this task does not have, before anything is written."""
-    settled = replace(measure, clients_every=_clients_every(measure, federation))
-    Monitor(settled, federation.task).check(settled, federation.task, row_columns(settled, federation))
+def require_measurable(measure: Measure, federation: Federation, *, score: bool = False) -> None:
+    """Refuse what this task does not have, before anything is written; ``score``: the last round must be monitored."""
+    settled, task = replace(measure, clients_every=_clients_every(measure, federation)), federation.task
+    Monitor(settled, task).check(settled, task, row_columns(settled, federation), score=score)
 
 
 def measured_at(

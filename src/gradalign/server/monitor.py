@@ -73,8 +73,11 @@ class Monitor:
         self.best_round: int | None = None
         self._beat, self._waited = -math.inf, 0
 
-    def check(self, measure: Measure, task: Task, columns: Sequence[str]) -> None:
-        """Refuse to follow what a run with these columns does not measure, or not before its end."""
+    def check(self, measure: Measure, task: Task, columns: Sequence[str], *, score: bool = False) -> None:
+        """Refuse to follow what a run with these columns does not measure, or not before its end.
+
+        Where the metric is the run's ``score``, it is needed at the end at least.
+        """
         if self._column is not None and self._column not in (*columns, "local_loss"):
             known = ", ".join([*self._scores, *task.metrics])
             problem = f'"{self._column}" is not measured in this run; give one of {known}'
@@ -86,6 +89,10 @@ class Monitor:
         what, every = spacings.get(kind, ("train", measure.train_every))
         if self._follows and every == 0:
             raise GradalignError(f"measure.monitor: {self.name} is not measured on the way; set measure.{what}_every")
+        if score and every == 0 and what != "clients":  # of those, what is never measured is no column
+            raise GradalignError(
+                f"measure.monitor: {self.name} is the score and never measured; set measure.{what}_every"
+            )
         if self._follows and kind == task.scored_on and task.test_examples is None:
             raise GradalignError(
                 f"early stopping and keep_best follow a metric, and the task {task.name} has no test examples; give "

@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError
-from gradalign.recipes import Recipe, merge
+from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.names import unused_changes
 from gradalign.recipes.scale import apply_scale, lay_over
 from gradalign.recipes.spec import Spec, SweepSpec, explain, validate
 from gradalign.runs import METRICS, safe_name
 from gradalign.runs.metrics import read_metrics
-from gradalign.server.measure import Measure, Row
+from gradalign.server.measure import TRAIN_COLUMNS, Measure, Row, require_measurable
 from gradalign.server.monitor import Monitor
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, combinations, shown
@@ -142,14 +142,26 @@ def _trials(sampler: str, trials: int | None) -> int | None:
 
 
 def _check(plan: SweepPlan) -> None:
-    """Build what the trials will build, each value of each list once; the data is read once."""
+    """Build what the trials will build, each value of each list once; the data is read once with a hold-out, once not.
+
+    What the trials are scored by must be measured in all of them.
+    """
     task: Task | None = None
+    whole: Task | None = None
     for entry in plan.entries():
         lists = plan.search.others if entry == plan.search.baseline else plan.search.lists
         lists = {name: values for name, values in lists.items() if name != FINE}
         first = combinations({name: values[:1] for name, values in lists.items()})[0]
         for point in [first] + [first | {name: value} for name, values in lists.items() for value in values[1:]]:
-            task = build_federation(plan.spec(entry, point), task).task
+            task = _scored(plan.spec(entry, point), task)
+        whole = _scored(plan.spec(entry, first, test=True), whole)
+
+
+def _scored(spec: Spec, task: Task | None) -> Task:
+    """Build a trial's federation around a task made already, and return its task; refuse a trial without a score."""
+    federation = build_federation(spec, task)
+    require_measurable(Measure(**spec.measure.model_dump()), federation, score=True)
+    return federation.task
 
 
 def trial_spec(
@@ -157,12 +169,16 @@ def trial_spec(
 ) -> Spec:
     """Return the experiment of one trial.
 
-    A trial of the search holds validation examples out and measures nothing but them, about twenty times. Without
-    ``holdout`` it is the recipe's own experiment on all training data, scored on the test set, which then decides
-    nothing: neither when the run ends nor which model is kept.
+    A trial of the search holds validation examples out and measures nothing but them, about twenty times, and what is
+    monitored. Without ``holdout`` it is the recipe's own experiment on all training data, scored on the test set,
+    which then decides nothing: neither when the run ends nor which model is kept.
     """
     data = apply_point(recipe.tables_for(entry), point)
-    measure = {"train_every": 0} if holdout is not None else {"early_stopping": None, "keep_best": False}
+    measure: dict[str, Any] = {}
+    if holdout is None:
+        measure = {"early_stopping": None, "keep_best": False}
+    elif found(data, "measure", "monitor") not in TRAIN_COLUMNS:
+        measure = {"train_every": 0}
     data = merge(data, {"clients": {"holdout": holdout}, "measure": measure})
     source = f"{recipe.source} ({entry})"
     data = apply_scale(data, source) | {"seed": seed}
