@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import gradalign as ga
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is not to look for anything on the network
 settings.register_profile("unhurried", deadline=None)  # a slow machine is not a failure
 settings.load_profile("unhurried")
 
