@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, measured
+from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, measured, newest_share
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.algorithms.view import Blend, ClientView, Plan, SharedSums
@@ -141,17 +141,16 @@ class FedGA(Algorithm):
         if self.keeps:
             own, common = view.memory()
             return Plan(displacement=-self.strength * (common - own), every_step=every_step)
-        common = view.mean() if self.mean == "fresh" else view.memory()[1]
-        return Plan(displacement=Blend(common, self.strength, self.strength), every_step=every_step)
+        return Plan(displacement=Blend(self._common(view), self.strength, self.strength), every_step=every_step)
+
+    def _common(self, view: ClientView) -> Tensor:
+        return view.mean() if self.mean == "fresh" else view.memory()[1]
 
     def facts(self, view: ClientView) -> Mapping[str, float]:
         if self.keeps and view.kept is None:
             return {}
-        if self.keeps:
-            own, common = view.memory()
-        else:
-            own, common = view.own(), view.mean() if self.mean == "fresh" else view.memory()[1]
-        return {"square": float((own.double() - common).square().sum())}
+        own = view.memory()[0] if self.keeps else view.own()
+        return {"square": float((own.double() - self._common(view)).square().sum())}
 
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
         return view.mean_step(update, total_step_size) if total_step_size else view.memory()[0]
@@ -164,8 +163,7 @@ class FedGA(Algorithm):
             return (before + sums.reported * sums.kept_change) / sums.known
         new = sums.mean_step()
         rounds = sums.numbers.get("rounds", 0.0) + 1.0
-        share = (1.0 - self.decay) / (1.0 - self.decay**rounds)
-        return new if shared is None else shared + share * (new - shared)
+        return new if shared is None else shared + newest_share(self.decay, rounds) * (new - shared)
 
     def next_numbers(self, sums: SharedSums) -> Mapping[str, float]:
         """Carry how many rounds s has seen, and for "auto" how far apart the clients were."""

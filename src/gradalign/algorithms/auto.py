@@ -20,6 +20,11 @@ LENGTH = 0.5
 """ρ where none is given."""
 
 
+def newest_share(decay: float, rounds: float) -> float:
+    """Return the weight of the newest of so many values in a running mean that is corrected for its start."""
+    return (1.0 - decay) / (1.0 - float(decay**rounds))
+
+
 def beta_of(length: float, numbers: Mapping[str, float], lr: float) -> float:
     """Return β for a round with this α, given what ``measured`` left; 0 before anything was measured."""
     apart, before = math.sqrt(numbers.get("square", 0.0)), numbers.get("lr", 0.0)
@@ -34,6 +39,5 @@ def measured(numbers: Mapping[str, float], square: float, sums: SharedSums, deca
     # αK by the clients' own account, which may have lr of their own; α is only for what changes from round to round.
     most = sums.total_step_size * (1.0 - 1.0 / sums.steps if sums.steps > 1.0 else 1.0) / 2
     rounds, before = numbers.get("measured", 0.0) + 1.0, numbers.get("square", 0.0)
-    share = (1.0 - decay) / (1.0 - decay**rounds)  # a running mean, corrected for its start
-    square = before + share * (square - before)
+    square = before + newest_share(decay, rounds) * (square - before)
     return {**numbers, "measured": rounds, "square": square, "most": most, "lr": sums.lr}
