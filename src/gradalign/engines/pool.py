@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.multiprocessing
-from torch import Tensor
 
 from gradalign import stopping
 from gradalign.client.exchange import Broadcast, ClientScore, Gradient, Participant, Score, Update
@@ -188,16 +187,16 @@ class PoolEngine(Engine):
                 self._stop(worker)
         return self._messages.written(self._buffers.told(told))
 
-    def _free_rows(self, clients: Sequence[int]) -> dict[int, Tensor]:
+    def _free_rows(self, clients: Sequence[int]) -> dict[int, int]:
         """Return a row for each client whose gradient is not known; the gradients of all others are given up."""
         entries = self._group.cache.entries
         for client in entries.keys() - set(clients):
             del entries[client]
-        used = {entry.vector.data_ptr() for entry in entries.values()}
-        free = (row for row in self._buffers.gradients if row.data_ptr() not in used)
+        used = {self._buffers.row_of(entry.vector) for entry in entries.values()}
+        free = (row for row in range(len(self._buffers.gradients)) if row not in used)
         return {client: next(free) for client in clients if client not in entries}
 
-    def _job(self, *, slot: int, said: bytes, who: list[Participant], rows: Mapping[int, Tensor] | None) -> Job:
+    def _job(self, *, slot: int, said: bytes, who: list[Participant], rows: Mapping[int, int] | None) -> Job:
         """Return a group's job, its k_i being written to the slot."""
         places, entries = self._buffers.kept, self._group.cache.entries
         for row, one in enumerate(who):
@@ -211,17 +210,17 @@ class PoolEngine(Engine):
             said=said,
             work="gradients" if rows is not None else "train",
             who=who,
-            known={client: entries[client] for client in clients if client in entries},
+            known=self._buffers.written({client: entries[client] for client in clients if client in entries}),
             rows={client: rows[client] for client in clients if rows and client in rows},
         )
 
     def _replies(
-        self, told: Broadcast, said: bytes, who: Iterable[Participant], rows: Mapping[int, Tensor] | None = None
+        self, told: Broadcast, said: bytes, who: Iterable[Participant], rows: Mapping[int, int] | None = None
     ) -> Iterator[Any]:
         """Have the clients train, or take their gradients where there are rows for them."""
         makers = (partial(self._job, said=said, who=group, rows=rows) for group in groups(who, self._group.width(told)))
         for answer in self._stream(makers):
-            self._group.cache.entries.update(answer.fresh)
+            self._group.cache.entries.update(self._buffers.read(answer.fresh))
             yield from answer.replies
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:

@@ -16,11 +16,18 @@ import torch
 from torch import Tensor
 
 from gradalign.algorithms.plan import Combination
-from gradalign.client.exchange import Broadcast
+from gradalign.client.exchange import Broadcast, CachedGradient, Gradient
 from gradalign.client.flat import Point
 from gradalign.errors import GradalignError
 
 _LINE = 16  # numbers that fill whole lines of the cache, in any precision
+
+
+RowOfGradient = tuple[int, int, int | None, Gradient | None]
+"""A remembered gradient in a message: its row, how many numbers it has there, and what CachedGradient has beside it.
+
+Plain numbers: there is one for every client of a round, and a tensor takes a hundred times as long to write and read.
+"""
 
 
 class SharedBuffers:
@@ -81,6 +88,24 @@ class SharedBuffers:
         except OSError as error:
             raise GradalignError(f"no memory for the gradients of {clients} clients: {error}") from error
         return True
+
+    def row_of(self, vector: Tensor) -> int:
+        """Return the row of a gradient that lies here."""
+        return (vector.data_ptr() - self.gradients.data_ptr()) // (self.gradients.stride(0) * vector.itemsize)
+
+    def written(self, entries: Mapping[int, CachedGradient]) -> dict[int, RowOfGradient]:
+        """Return clients' gradients, which lie here, as they stand in a message."""
+        return {
+            client: (self.row_of(one.vector), one.vector.numel(), one.rows, one.reply)
+            for client, one in entries.items()
+        }
+
+    def read(self, rows: Mapping[int, RowOfGradient]) -> dict[int, CachedGradient]:
+        """Return the gradients that a message speaks of."""
+        return {
+            client: CachedGradient(self.gradients[row, :size], factor_rows, reply)
+            for client, (row, size, factor_rows, reply) in rows.items()
+        }
 
     def told(self, told: Broadcast) -> Broadcast:
         """Return a broadcast with its vectors in shared memory."""
