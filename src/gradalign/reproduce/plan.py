@@ -59,7 +59,7 @@ class ScaledExperiment(Section):
 
 
 class Experiment(Section):
-    """One entry of the list.
+    """One entry of the list; in the file, ``like`` names another whose algorithms, claims and lists it has.
 
     Attributes:
         algorithms: The entries in the order of their worth: each group is run with all seeds before the next.
@@ -138,7 +138,10 @@ def read_plan(path: Path | None = None) -> list[Experiment]:
     tables = read_recipe(path).get("experiment")
     if not isinstance(tables, list) or not tables:
         raise GradalignError(f"{path.name} has no [[experiment]]")
-    found = [checked(Experiment, table, f"{path.name}: experiment {n}") for n, table in enumerate(tables, start=1)]
+    found = [
+        checked(Experiment, _whole(table, tables, path.name), f"{path.name}: experiment {n}")
+        for n, table in enumerate(tables, start=1)
+    ]
     names = [one.name for one in found]
     for one in found:
         if names.count(one.name) > 1:
@@ -151,6 +154,17 @@ def read_plan(path: Path | None = None) -> list[Experiment]:
                 f'{path.name}: {one.name} names "{strangers or one.settings_from}", which is not there'
             )
     return found
+
+
+def _whole(table: Any, tables: Sequence[Any], where: str) -> Any:
+    """Return an experiment's table laid over that of the one it is ``like``, but for what belongs to its data alone."""
+    if not isinstance(table, Mapping) or "like" not in table:
+        return table
+    own = {key: value for key, value in table.items() if key != "like"}
+    model = next((one for one in tables if isinstance(one, Mapping) and one.get("name") == table["like"]), None)
+    if model is None or "like" in model:
+        raise GradalignError(f'{where}: like = "{table["like"]}" names no experiment that stands for itself')
+    return merge({key: value for key, value in model.items() if key not in ("settings", "provenance")}, own)
 
 
 def scale_of(name: str) -> Scale:

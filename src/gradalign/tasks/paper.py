@@ -78,6 +78,13 @@ def emnist_cnn() -> nn.Module:
     return nn.Sequential(*_convolutions(1, 32, 64), nn.Linear(1024, 47))
 
 
+def emnist_mlp() -> nn.Module:
+    """Return two hidden layers of 200, the "2NN" of FedAvg's paper, with 47 outputs; 206,647 parameters."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 47)
+    )
+
+
 def lenet(classes: int = 10) -> nn.Module:
     """Return the CIFAR model, LeNet on 3×32×32 images; 62,006 parameters for ten classes.
 
@@ -180,14 +187,18 @@ def _values(labels: Labels, parts: list[Rows]) -> Labels:
 
 
 @divided(FileDivision, partition="one-class", clients=47)
-def emnist(division: FileDivision, *, seed: int = 0, extra: bool = False) -> Task:
+def emnist(division: FileDivision, *, seed: int = 0, extra: bool = False, network: str = "cnn") -> Task:
     """EMNIST Balanced, handwritten digits and letters of 47 classes; a CNN of three layers.
 
-    ``extra`` uses the ``emnist-balancedextra`` files too.
+    ``extra`` uses the ``emnist-balancedextra`` files too. ``network`` is "cnn", the paper's, or "mlp", two hidden layers
+    of 200, whose rounds take a tenth of the time.
     """
+    networks = {"cnn": emnist_cnn, "mlp": emnist_mlp}
+    if network not in networks:
+        raise GradalignError(f'task.network must be "cnn" or "mlp", got {network!r}')
     data = emnist_data(division.data_dir, extra=extra)
     # The authors' settings: mean 0.5 and standard deviation 0.5, that is, pixels from −1 to 1.
-    return federate(division, data, model=emnist_cnn, transform=Normalise((0.5,), (0.5,)), seed=seed)
+    return federate(division, data, model=networks[network], transform=Normalise((0.5,), (0.5,)), seed=seed)
 
 
 @divided(FileDivision, partition="iid", clients=10, classes_per_client=2)
