@@ -127,9 +127,13 @@ def run_with_silent_clients(engine: str | None = None) -> ga.Result:
 
 def run_in_one_trip(engine: str | None = None) -> ga.Result:
     """Clients take their own gradients, and report a number beside their update."""
-    algorithm, workers = ga.FedGA(beta="auto", mean="running") + ga.FedInit(), 0 if engine == "local" else None
-    options = {"rounds": 3, "clients_per_round": 8, "dropout": 0.4, "engine": engine, "workers": workers}
-    return ga.run(blobs(clients=9), algorithm, local=ga.LocalTraining(lr=0.1, steps=2, batch_size=8), **options)
+    algorithm = ga.FedGA(beta="auto", length=0.5, mean="running") + ga.FedInit()
+    workers, local = (
+        0 if engine == "local" else None,
+        ga.LocalTraining(lr=0.1, steps=2, batch_size=8, gradient_examples=9),
+    )
+    options = {"rounds": 4, "clients_per_round": 8, "dropout": 0.4, "engine": engine, "workers": workers}
+    return ga.run(blobs(clients=9), algorithm, local=local, **options)
 
 
 class Counter:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import gradalign as ga
 from conftest import Quadratics, vector
-from gradalign.algorithms.auto import beta_of, measured
+from gradalign.algorithms.auto import beta_of, measured, own_share
 from gradalign.algorithms.plan import combine
 from gradalign.algorithms.view import SharedSums
 from gradalign.client.flat import FlatModel
@@ -153,7 +154,7 @@ def test_what_each_form_costs():
 
 @pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
 def test_a_beta_that_sets_itself_by_hand(mean):
-    """β = min(ρ/d, α/2) for K = 1, d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal."""
+    """β = min(ρ/d, α/2), d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal."""
     problem, lr, rho, decay = Quadratics.make(3, examples=(1, 2, 5)), 0.3, 0.08, 0.8
     shares, x, kept = np.array([1, 2, 5]) / 8, problem.start, None
     means, squares, betas = [], [], []
@@ -191,34 +192,86 @@ def test_a_beta_that_sets_itself_by_hand(mean):
 def test_equal_clients_leave_a_beta_that_sets_itself_finite_and_the_run_fedavg_s(mean):
     one = Quadratics.make(1)
     same = Quadratics(one.matrices * 4, one.centres * 4, one.start)
-    plain, aligned = (run(same, a, rounds=6) for a in (ga.FedAvg(), ga.FedGA(beta="auto", mean=mean)))
+    plain, aligned = (run(same, a, rounds=6) for a in (ga.FedAvg(), ga.FedGA(beta="auto", length=0.5, mean=mean)))
     assert all(beta <= 0.05 for beta in aligned.history["beta"][1:])
     if mean == "fresh":
         assert vector(aligned).numpy() == pytest.approx(vector(plain).numpy(), abs=1e-15)
     flat = Quadratics([np.zeros((1, 3, 3))] * 3, [np.zeros((1, 3))] * 3, np.ones(3))
-    assert vector(run(flat, ga.FedGA(beta="auto", mean=mean), rounds=4)).tolist() == [1.0, 1.0, 1.0]
+    assert vector(run(flat, ga.FedGA(beta="auto", length=0.5, mean=mean), rounds=4)).tolist() == [1.0, 1.0, 1.0]
+
+
+def after(square: float, before: dict, *, lr: float = 0.1, steps: float = 5.0, share: float = 1.0) -> dict:
+    """Return the numbers after a round that measured d² with this share of the gradient examples."""
+    nothing, size = torch.zeros(1), lr * steps
+    given = {"update": nothing, "kept_change": None, "x": nothing, "reported": 1, "clients": 1, "total_step_size": size}
+    return measured(before, square, SharedSums(**given, lr=lr, steps=steps, gradient_share=share), 0.9)
 
 
 def test_a_distance_that_is_not_finite_teaches_nothing():
-    def after(square: float, before: dict, *, lr: float = 0.1, steps: float = 5.0) -> dict:
-        nothing = torch.zeros(1)
-        given = {"update": nothing, "kept_change": None, "x": nothing, "reported": 1, "clients": 1}
-        return measured(before, square, SharedSums(**given, lr=lr, steps=steps, total_step_size=lr * steps), 0.9)
-
-    known = after(4.0, {})  # α = 0.1, K = 5
-    assert beta_of(0.3, known, 0.1) == 0.15
+    known = after(36.0, {})  # d = 6, α = 0.1
+    assert beta_of(0.24, known, 0.1) == pytest.approx(0.04)
     assert after(math.inf, known) == after(math.nan, known) == after(1.0, known, lr=0.0) == known
     assert beta_of(0.3, {}, 0.1) == 0.0
-    assert beta_of(0.3, after(1e-300, {}), 0.1) == beta_of(9.0, known, 0.1) == pytest.approx(0.1 * 4 / 2)
+    assert beta_of(0.3, after(1e-300, {}), 0.1) == beta_of(9.0, known, 0.1) == 0.05
     assert beta_of(9.0, after(4.0, {}, steps=1.0), 0.1) == 0.05
-    assert beta_of(9.0, known, 0.01) == pytest.approx(0.01 * 4 / 2), "the bound is of this round's α"
+    assert beta_of(9.0, known, 0.01) == pytest.approx(0.005), "the bound is of this round's α"
+
+
+@given(
+    own=st.floats(0.0, 100.0),
+    noise=st.floats(0.0, 100.0),
+    examples=st.integers(2, 99),
+)
+def test_what_is_sampling_noise_in_the_distance_is_not_aligned(own, noise, examples):
+    """d²(n) = h² + σ²/n, measured with n and with half of n, gives back q = h²/d²(n); β is q of what it would be."""
+    half = examples // 2
+    whole, halved = own + noise / examples, own + noise / half
+    assume(whole > 1e-9)
+    numbers = after(whole, after(halved, {}, share=half / examples))
+    assert own_share(numbers) == pytest.approx(own / whole, abs=1e-9)
+    assert beta_of(9e9, numbers, 0.1) == pytest.approx(0.05 * own / whole, abs=1e-9)
+    assert own_share(after(whole, {})) == 1.0, "whole clients have no such noise to know of"
+
+
+def test_a_share_stays_within_none_and_all():
+    assert own_share(after(1.0, after(5.0, {}, share=0.5))) == 0.0, "more noise than distance, by chance"
+    assert own_share(after(5.0, after(1.0, {}, share=0.5))) == 1.0, "less than no noise, by chance"
+
+
+@pytest.mark.parametrize("mean", ["fresh", "running"])
+def test_every_other_measuring_round_takes_half_of_the_gradient_examples(mean):
+    """Of 4 gradient examples: 2, 4, 2, 4 at each of three clients, from the first round that measures on."""
+    problem = Quadratics.make(3, examples=(8, 9, 10))
+    local = ga.LocalTraining(lr=0.1, steps=1, batch_size=2, gradient_examples=4)
+    found = run(problem, ga.FedGA(beta="auto", length=0.5, mean=mean), rounds=5, local=local)
+    first = [0] if mean == "running" else []
+    taken = [*first, 2, 4, 2, 4, 2][:5]
+    assert found.history["examples"] == list(itertools.accumulate((3 * (2 + own) for own in taken), initial=0))
+    both = run(problem, ga.FedGA(beta="auto", length=0.5, mean=mean) + ga.FedSAM(), rounds=5, local=local)
+    assert both.history["examples"][-1] == 5 * 3 * (2 + 4), "a second user of the gradients gets all of them"
+
+
+def test_clients_that_differ_by_their_samples_alone_are_hardly_aligned():
+    """Clients with the same examples and gradients of a few: d² is noise, so q is near 0; different ones: near 1."""
+
+    def late_betas(centre: float) -> list[float]:
+        rng = np.random.default_rng(5)
+        noise = rng.normal(size=(40, 3))
+        centres = [noise + centre * np.eye(3)[i % 3] for i in range(6)]
+        problem = Quadratics([np.tile(np.eye(3), (40, 1, 1))] * 6, centres, np.zeros(3))
+        local = ga.LocalTraining(lr=0.1, steps=2, batch_size=4, gradient_examples=4)
+        algorithm = ga.FedGA(beta="auto", length=1e6, mean="running", decay=0.98)
+        return run(problem, algorithm, rounds=60, local=local).history["beta"][40:]
+
+    assert max(late_betas(0.0)) < 0.05 * 0.35
+    assert min(late_betas(20.0)) > 0.05 * 0.97
 
 
 def test_the_bound_follows_a_learning_rate_that_falls():
-    """K = 5 and α from 0.2 to 0.002: β ≤ α(K−1)/2 in the very round that it falls in."""
+    """α from 0.2 to 0.002: β ≤ α/2 in the very round that it falls in."""
     local = ga.LocalTraining(lr=ga.Steps(value=0.2, at_rounds={3: 0.002}), steps=5)
     found = run(Quadratics.make(4), ga.FedGA(beta="auto", length=1e6), rounds=4, local=local)
-    assert found.history["beta"][1:] == pytest.approx([0.0, 0.4, 0.4, 0.004])
+    assert found.history["beta"][1:] == pytest.approx([0.0, 0.1, 0.1, 0.001])
 
 
 @pytest.mark.parametrize("other", [ga.FedGA(beta=0.1, mean="running"), ga.Scaffold(control="kept")])

@@ -47,7 +47,7 @@ def wait_until(condition, seconds: float = 20.0) -> bool:
     return False
 
 
-ONE_TRIP = ga.FedGA(beta="auto", mean="running") + ga.FedInit() + ga.FedLESAM() + ga.FedSAM()
+ONE_TRIP = ga.FedGA(beta="auto", length=0.5, mean="running") + ga.FedInit() + ga.FedLESAM() + ga.FedSAM()
 
 
 @pytest.mark.parametrize("algorithm", [ga.FedAvg(), EVERYTHING, ONE_TRIP], ids=["fedavg", "everything", "one-trip"])

@@ -45,8 +45,8 @@ ALGORITHMS = {
     "feddyn": ga.FedDyn(alpha=0.1) + ga.FedAdam(lr=0.05),
     "everything": KEEPING,
     "running": ga.FedGA(beta=0.1, mean="running") + ga.FedProx(mu=0.1),
-    "running-auto": ga.FedGA(beta="auto", mean="running"),
-    "kept": ga.FedGA(beta="auto", mean="kept") + ga.FedInit(beta=0.1),
+    "running-auto": ga.FedGA(beta="auto", length=0.5, mean="running"),
+    "kept": ga.FedGA(beta="auto", length=0.5, mean="kept") + ga.FedInit(beta=0.1),
     "sharpness": ga.FedSAM(rho=0.1) + ga.FedLESAM(rho=0.05) + ga.FedCM(alpha=0.5),
 }
 
@@ -69,6 +69,7 @@ def test_the_bits_of_the_local_engine(name):
     ("algorithm", "local"),
     [
         (LargeBatchGradAlign(beta=0.1), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=8)),
+        (ga.FedGA(beta="auto", length=0.5), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=9)),
         (ga.LinearScaling(), ga.LocalTraining(lr=0.02, batch_size=8)),
         (
             ga.FedGA(beta=0.1) + ga.Scaffold(control="kept"),

@@ -381,14 +381,14 @@ def test_total_step_sizes_are_how_far_a_gradient_of_one_leads(options):
 
 @pytest.mark.parametrize(("mean", "decay"), [("fresh", 0.0), ("fresh", 0.01), ("running", 0.0), ("kept", 0.0)])
 def test_a_beta_that_sets_itself_is_capped_by_the_apps_own_steps(mean, decay):
-    """α = 0.5 and K = 10 are the app's: α(K−1)/2 = 2.25; the strategy's lr of 0.1 is nobody's.
+    """α = 0.5 and K = 10 are the app's: α/2 = 0.25; the strategy's lr of 0.1 is nobody's.
 
     Where no gradient is worked out from updates, the server need not know of the app's weight decay.
     """
     task = linear_task()
     strategy = gf.AlignedStrategy(ga.FedGA(beta="auto", length=1e6, mean=mean), task.make_model(0), patience=QUICK)
     result = strategy.start(gf.InProcessGrid(task_app(task, steps=10, lr=0.5, weight_decay=decay), 4), num_rounds=3)
-    assert result.history["beta"][-1] == pytest.approx(2.25, rel=1e-12)
+    assert result.history["beta"][-1] == pytest.approx(0.25, rel=1e-12)
 
 
 def test_a_beta_that_sets_itself_needs_steps_that_can_be_seen(problem):

@@ -20,7 +20,7 @@ from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.paper import is_papers_problem
 from gradalign.report.statistics import difference
 from gradalign.reproduce.conduct import Reproduction, time_left
-from gradalign.reproduce.plan import SEARCH_SEED, Chosen, read_plan
+from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, read_plan
 from gradalign.reproduce.verdicts import Claim, judge
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
@@ -65,14 +65,26 @@ def test_the_waves_come_in_the_order_of_their_worth(tmp_path):
     assert [entry for entry, _ in order[6:]] == ["scaffold", "fedprox"] * 3
 
 
+def with_late_alignment() -> Experiment:
+    """Return the forms on CIFAR-100 with one more: the paper's FedGA in the second half of the rounds."""
+    forms = next(one for one in read_plan() if one.name == "forms-cifar100")
+    late = {"algorithm": {"name": "fedga", "beta": {"kind": "off-until", "value": 0.05, "share": 0.5}}}
+    entries, names = {**forms.entries, "fedga-late": late}, [*forms.algorithms, ["fedga-late"]]
+    return forms.model_copy(update={"entries": entries, "algorithms": names})
+
+
 def test_chosen_values_go_where_they_belong():
     one = next(one for one in read_plan() if one.name == "emnist-one-class")
     recipe = one.recipe_at("small", {"fedprox": {"lr": 0.3, "mu": 0.7, "K": 4}})
     spec = recipe.spec_for("fedprox", 1)
     assert (spec.local.lr, spec.local.steps, spec.algorithm.given()) == (0.3, 4, {"mu": 0.7})
     assert recipe.spec_for("fedavg", 1).local.lr == 0.05
-    forms = next(one for one in read_plan() if one.name == "cifar100-forms")
-    late = forms.recipe_at("small", {"fedga-late": {"beta": 0.7}}).spec_for("fedga-late", 0).algorithm.given()["beta"]
+    late = (
+        with_late_alignment()
+        .recipe_at("small", {"fedga-late": {"beta": 0.7}})
+        .spec_for("fedga-late", 0)
+        .algorithm.given()["beta"]
+    )
     assert (late.kind, late.value, late.share) == ("off-until", 0.7, 0.5)  # a schedule keeps its form
 
 
@@ -88,8 +100,7 @@ def test_what_is_not_searched_has_the_bases_values():
 
 
 def test_late_alignment_spends_the_whole_budget():
-    one = next(one for one in read_plan() if one.name == "cifar100-forms")
-    recipe = one.recipe_at("small", {}, 100)
+    recipe = with_late_alignment().recipe_at("small", {}, 100)
     assert recipe.spec_for("fedga-late", 0).rounds == 67  # the last 33 of them communicate twice: 100 in all
     assert recipe.spec_for("fedga-running", 0).rounds == 100
 

@@ -24,9 +24,9 @@ ALGORITHMS = {
     "scaffold": ga.Scaffold(),
     "fedga": ga.FedGA(beta=0.2),
     "fedga and scaffold": ga.FedGA(beta=0.2) + ga.Scaffold() + ga.FedAdam(lr=0.05),
-    "running": ga.FedGA(beta="auto", mean="running") + ga.FedLESAM(rho=0.1),
+    "running": ga.FedGA(beta="auto", length=0.5, mean="running") + ga.FedLESAM(rho=0.1),
     "memories": ga.FedInit() + ga.FedCM(alpha=0.5) + ga.FedSAM(rho=0.1),
-    "one trip": ga.FedGA(beta="auto", mean="running"),
+    "one trip": ga.FedGA(beta="auto", length=0.5, mean="running"),
     "kept": ga.FedGA(beta=0.2, mean="kept") + ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1),
 }
 

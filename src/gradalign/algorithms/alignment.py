@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, measured, newest_share
+from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, halves, measured, newest_share
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.algorithms.view import Blend, ClientView, Plan, SharedSums
@@ -133,6 +133,11 @@ class FedGA(Algorithm):
         if self.beta != AUTO or self.length is None:
             return self
         return replace(self, beta=beta_of(value_at(self.length, 0), numbers, lr))
+
+    def gradient_limit(self, limit: int | None, numbers: Mapping[str, float]) -> int | None:
+        known = self.mean == "fresh" or bool(numbers.get("rounds"))  # else nothing is measured
+        halved = self.reports and not self.keeps and known and halves(limit, numbers)
+        return limit // 2 if halved and limit is not None else limit
 
     def plan(self, view: ClientView) -> Plan:
         if not self.strength or (self.keeps and view.kept is None):

@@ -104,6 +104,10 @@ class Algorithm:
         """Return the algorithm for a round with this α, given what ``next_numbers`` left; {} in the first round."""
         return self
 
+    def gradient_limit(self, limit: int | None, numbers: Mapping[str, float]) -> int | None:
+        """Return how many examples clients take their gradients of in this round, given the setting; None is all."""
+        return limit
+
     def require_given(self) -> None:
         """Refuse settings that are not for a user to give."""
 
@@ -172,8 +176,7 @@ class Combination:
 
     def __repr__(self) -> str:
         """Return the sum that makes it."""
-        rule = [] if self.server == ServerRule() else [self.server]
-        return " + ".join(map(repr, (*self.parts, *rule)))
+        return " + ".join(map(repr, (*self.parts, *([] if self.server == ServerRule() else [self.server]))))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Mapping[str, Any]], known: Mapping[str, type[Algorithm]]) -> Combination:
@@ -196,8 +199,7 @@ class Combination:
     def label(self) -> str:
         """The parts' names joined by ``+``; the server's rule is named when it is not the plain average."""
         names = [part.label for part in self.parts if part.label != "fedavg"]
-        if type(self.server) is not ServerRule:
-            names.append(self.server.label)
+        names += [self.server.label] if type(self.server) is not ServerRule else []
         return "+".join(names) or "fedavg"
 
     @property
@@ -248,6 +250,11 @@ class Combination:
     def informed(self, numbers: Mapping[str, Mapping[str, float]], lr: float) -> Combination:
         return replace(self, parts=tuple(part.informed(numbers.get(part.label, {}), lr) for part in self.parts))
 
+    def gradient_limit(self, limit: int | None, numbers: Mapping[str, Mapping[str, float]]) -> int | None:
+        users = [part for part in self.parts if part.uses_own_gradient]
+        # Of several nobody has a say: what one wants to measure is not the others' to pay.
+        return users[0].gradient_limit(limit, numbers.get(users[0].label, {})) if len(users) == 1 else limit
+
     def plan(self, views: Mapping[str, ClientView]) -> Plan:
         """Return the sum of the parts' plans; ``views`` has each part's own view under its label."""
         plans = {part.label: part.plan(views[part.label]) for part in self._by_name}
@@ -277,8 +284,8 @@ def combine(*things: Algorithm | ServerRule | Combination) -> Combination:
             if isinstance(each, ServerRule):
                 servers += [each] if each != ServerRule() else []
             elif not isinstance(each, Algorithm):
-                problem = f"cannot combine {each!r}"
-                raise GradalignError(f"{problem}: give algorithms such as FedGA(beta=0.1) and server rules")
+                hint = "give algorithms such as FedGA(beta=0.1) and server rules"
+                raise GradalignError(f"cannot combine {each!r}: {hint}")
             elif each.label in parts:
                 raise GradalignError(f"{each.label} was given twice in one combination")
             elif type(each) is not FedAvg:

@@ -140,6 +140,8 @@ class SharedSums:
     lr: float = 0.0
     """α as the server knows it; 0 where only the clients do."""
     weight_decay: float = 0.0
+    gradient_share: float = 1.0
+    """The share of ``local.gradient_examples`` that the clients' gradients were taken of."""
     known: int = 0
     """How many clients have a k_i of this algorithm, after the round."""
     new: int = 0

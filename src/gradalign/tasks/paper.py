@@ -190,8 +190,8 @@ def _values(labels: Labels, parts: list[Rows]) -> Labels:
 def emnist(division: FileDivision, *, seed: int = 0, extra: bool = False, network: str = "cnn") -> Task:
     """EMNIST Balanced, handwritten digits and letters of 47 classes; a CNN of three layers.
 
-    ``extra`` uses the ``emnist-balancedextra`` files too. ``network`` is "cnn", the paper's, or "mlp", two hidden layers
-    of 200, whose rounds take a tenth of the time.
+    ``extra`` uses the ``emnist-balancedextra`` files too. ``network`` is "cnn", the paper's, or "mlp", two hidden
+    layers of 200, whose rounds take a tenth of the time.
     """
     networks = {"cnn": emnist_cnn, "mlp": emnist_mlp}
     if network not in networks:
