@@ -92,6 +92,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "theory/check": THEORY,
     "theory/claims": THEORY,
     "theory/descent": THEORY,
+    "theory/family": THEORY,
     "theory/probe": ("probe", "bounds", "measuring", "weights", "evaluation"),
     "theory/problems": THEORY,
     "theory/whole": ("checks",),
