@@ -104,7 +104,7 @@ def plain_errors(hint: str = "") -> Iterator[None]:
         stopping.answer()
         terminated = isinstance(stop, stopping.Terminated)
         why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
-        if rank() == 0:
+        if rank() == 0 or (rank() == 1 and why):  # it may be rank 0 that has ended
             say(stopping.last_words(why))
         raise typer.Exit(stopping.exit_code(stop)) from None
     except OSError as error:
