@@ -7,7 +7,7 @@ process may answer together, with the weighted sum of their vectors; a lone clie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -197,6 +197,11 @@ class GradientCache:
         """Remember a client's gradient: one vector, or the parts of its factors with so many rows."""
         vector = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         self.entries[client] = CachedGradient(vector, rows, reply)
+
+    def put_all(self, clients: Sequence[int], vectors: Tensor) -> None:
+        """Remember the gradients of several clients, a row for each."""
+        for client, vector in zip(clients, vectors, strict=True):
+            self.put(client, vector)
 
     def get(self, client: int) -> CachedGradient | None:
         return self.entries.get(client)

@@ -106,8 +106,7 @@ class _JobCache(GradientCache):
 
     def __init__(self, job: Job, buffers: SharedBuffers) -> None:
         super().__init__()
-        self.entries = buffers.read(job.known)
-        self._rows = {client: buffers.gradients[row] for client, row in job.rows.items()}
+        self.entries, self._rows, self._room = buffers.read(job.known), job.rows, buffers.gradients
         self.fresh: dict[int, CachedGradient] = {}
 
     def begin(self, told: Broadcast, *, alone: bool) -> None:
@@ -119,11 +118,21 @@ class _JobCache(GradientCache):
             super().put(client, *parts, rows=rows, reply=reply)
             return
         sizes = [part.numel() for part in parts]
-        vector = self._rows[client][: sum(sizes)]
+        vector = self._room[self._rows[client], : sum(sizes)]
         for part, place in zip(parts, vector.split(sizes), strict=True):
             place.copy_(part.reshape(-1))
         entry = CachedGradient(vector, rows, None if reply is None else replace(reply, vector=vector))
         self.entries[client] = self.fresh[client] = entry
+
+    def put_all(self, clients: Sequence[int], vectors: Tensor) -> None:
+        """Remember several clients' gradients; with rows for all, in one go."""
+        if not all(client in self._rows for client in clients):
+            super().put_all(clients, vectors)
+            return
+        rows, room = [self._rows[client] for client in clients], self._room[:, : vectors.shape[1]]
+        room[rows] = vectors
+        self.fresh |= {client: CachedGradient(room[row]) for client, row in zip(clients, rows, strict=True)}
+        self.entries |= self.fresh
 
 
 class _Bench:

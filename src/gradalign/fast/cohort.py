@@ -86,8 +86,7 @@ class CohortTrainer:
         accuracies = (right.mean(dim=1) if weights is None else (right * weights).sum(dim=1)).tolist()
         counts = [len(own) for own in taken]
         if cache is not None:
-            for one, vector in zip(group.who, vectors, strict=True):
-                cache.put(one.client, vector)
+            cache.put_all([one.client for one in group.who], vectors)
         if group.told.one_by_one:
             each = _written(list(vectors), group.out)
             return [group.gradient(v, losses, counts, accuracies, slice(i, i + 1)) for i, v in enumerate(each)]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,6 +107,7 @@ class _Round:
         self.weights = {client: federation.weight(client) for client in self.clients}
         self.sampled = len(self.clients)
         self.gradient_examples = 0
+        self._listed: tuple[dict[int, float], list[Participant]] | None = None
         self.gradients: dict[int, Tensor] = {}
         """g_i, where what a client keeps may depend on it."""
         algorithm = federation.algorithm_at(state.round).informed(state.numbers, federation.lr_at(state.round))
@@ -126,18 +126,29 @@ class _Round:
             one_by_one=bool(algorithm.keepers) or algorithm.server.sees_each,
         )
 
-    def participants(self) -> Iterator[Participant]:
-        total, everyone = sum(self.weights[client] for client in self.clients), self.state.kept
-        for client in self.clients:
-            weight = self.weights[client]
-            kept = {label: vectors[client] for label, vectors in everyone.items() if client in vectors}
-            yield Participant(client=client, weight=weight, share=weight / total, kept=kept)
+    def participants(self) -> list[Participant]:
+        weights, everyone = {client: self.weights[client] for client in self.clients}, self.state.kept.items()
+        if self._listed is None or self._listed[0] != weights:
+            total = sum(weights.values())
+            self._listed = (
+                weights,
+                [
+                    Participant(
+                        client=client,
+                        weight=weight,
+                        share=weight / total,
+                        kept={label: vectors[client] for label, vectors in everyone if client in vectors},
+                    )
+                    for client, weight in weights.items()
+                ],
+            )
+        return self._listed[1]
 
     def gradient_phase(self, engine: Engine) -> None:
         """Gather g_i and ḡ; clients that do not answer leave the round."""
         algorithm, sums = self.told.algorithm, Sums(self.state.point)
         told = replace(self.told, one_by_one=self.told.one_by_one or not algorithm.only_displaces)
-        for reply in engine.gradients(told, list(self.participants())):
+        for reply in engine.gradients(told, self.participants()):
             self.require_finite("gradient", reply)
             sums.add(reply)
             if algorithm.keepers:
