@@ -107,7 +107,7 @@ def test_an_option_of_another_kind_is_refused_by_name(options):
         (task, {"name": 3}),
         (task, {"facts": [1]}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_setting_of_another_kind_is_refused_by_name(kind, options):
     with pytest.raises(ga.GradalignError, match=next(iter(options))):
