@@ -18,8 +18,8 @@ from gradalign.algorithms.schedule import OffUntil
 from gradalign.algorithms.view import SharedSums
 
 AUTO = "auto"
-LENGTH = OffUntil(value=0.5, share=0.2)
-"""ρ where none is given: the first fifth of a run is FedAvg's, which any displacement disturbs."""
+LENGTH = OffUntil(value=0.5, share=0.1)
+"""ρ where none is given: the first tenth of a run is FedAvg's, which any displacement disturbs."""
 
 
 def newest_share(decay: float, rounds: float) -> float:
