@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gradalign as ga
 from conftest import Quadratics, vector
-from gradalign.algorithms.auto import beta_of, measured, own_share
+from gradalign.algorithms.auto import beta_of, halves, measured, own_share
 from gradalign.algorithms.plan import combine
 from gradalign.algorithms.view import SharedSums
 from gradalign.client.flat import FlatModel
@@ -200,11 +200,14 @@ def test_equal_clients_leave_a_beta_that_sets_itself_finite_and_the_run_fedavg_s
     assert vector(run(flat, ga.FedGA(beta="auto", length=0.5, mean=mean), rounds=4)).tolist() == [1.0, 1.0, 1.0]
 
 
-def after(square: float, before: dict, *, lr: float = 0.1, steps: float = 5.0, share: float = 1.0) -> dict:
-    """Return the numbers after a round that measured d² with this share of the gradient examples."""
-    nothing, size = torch.zeros(1), lr * steps
-    given = {"update": nothing, "kept_change": None, "x": nothing, "reported": 1, "clients": 1, "total_step_size": size}
-    return measured(before, square, SharedSums(**given, lr=lr, steps=steps, gradient_share=share), 0.9)
+def after(square: float, before: dict, *, lr: float = 0.1, steps: float = 5.0, sample=None, halved=False) -> dict:
+    """Return the numbers after a round that measured d², with gradients of ``sample`` = n of N examples."""
+    nothing, facts = torch.zeros(1), {"square": square}
+    if sample is not None:
+        facts |= {"inverse": 1 / sample[0], "inverse all": 1 / sample[1]}
+    given = {"update": nothing, "kept_change": None, "x": nothing, "reported": 1, "clients": 1, "facts": facts}
+    given |= {"total_step_size": lr * steps, "step_size": lr, "gradient_share": 0.5 if halved else 1.0}
+    return measured(before, SharedSums(**given, lr=lr, steps=steps, numbers=before), 0.9)
 
 
 def test_a_distance_that_is_not_finite_teaches_nothing():
@@ -221,31 +224,57 @@ def test_a_distance_that_is_not_finite_teaches_nothing():
     own=st.floats(0.0, 100.0),
     noise=st.floats(0.0, 100.0),
     examples=st.integers(2, 99),
+    more=st.integers(0, 99),
 )
-def test_what_is_sampling_noise_in_the_distance_is_not_aligned(own, noise, examples):
-    """d²(n) = h² + σ²/n, measured with n and with half of n, gives back q = h²/d²(n); β is q of what it would be."""
-    half = examples // 2
-    whole, halved = own + noise / examples, own + noise / half
-    assume(whole > 1e-9)
-    numbers = after(whole, after(halved, {}, share=half / examples))
-    assert own_share(numbers) == pytest.approx(own / whole, abs=1e-9)
-    assert beta_of(9e9, numbers, 0.1) == pytest.approx(0.05 * own / whole, abs=1e-9)
-    assert own_share(after(whole, {})) == 1.0, "whole clients have no such noise to know of"
+def test_what_is_sampling_noise_in_the_distance_is_not_aligned(own, noise, examples, more):
+    """d² = h² + σ²(1/n − 1/N), measured with n and with half of n, gives back q = h²/d²; β is q of what it would be."""
+    half, everyone = examples // 2, examples + more
+    whole, halved = (own + noise * (1 / n - 1 / everyone) for n in (examples, half))
+    assume(whole > 1e-6)
+    numbers = after(whole, after(halved, {}, sample=(half, everyone), halved=True), sample=(examples, everyone))
+    assert own_share(numbers) == pytest.approx(own / whole, abs=1e-6)
+    assert beta_of(9e9, numbers, 0.1) == pytest.approx(0.05 * own / whole, abs=1e-6)
+    assert own_share(after(whole, {}, sample=(examples, everyone))) == 1.0, "nothing to compare with"
 
 
-def test_a_share_stays_within_none_and_all():
-    assert own_share(after(1.0, after(5.0, {}, share=0.5))) == 0.0, "more noise than distance, by chance"
-    assert own_share(after(5.0, after(1.0, {}, share=0.5))) == 1.0, "less than no noise, by chance"
+def test_a_share_stays_within_none_and_all_and_is_all_where_samples_are_not_known():
+    def share(whole: float, halved: float, sample=None, fewer=None) -> float:
+        return own_share(after(whole, after(halved, {}, halved=True, sample=fewer), sample=sample))
+
+    assert share(1.0, 5.0, (10, 1000), (5, 1000)) == 0.0, "more noise than distance, by chance"
+    assert share(5.0, 1.0, (10, 1000), (5, 1000)) == 1.0, "less than no noise, by chance"
+    assert share(1.0, 5.0) == 1.0, "an app that does not say how many examples it took"
+    assert share(1.0, 5.0, (4, 4), (4, 4)) == 1.0, "small clients take all examples either way"
+
+
+def test_a_distance_that_falls_is_not_taken_for_noise():
+    """No noise, d² a hundredth less every round: half, whole, whole, half leaves q near 1; half first would not."""
+    numbers: dict = {}
+    order = ""
+    for number in range(60):
+        halved = halves(40, numbers)
+        order += "h" if halved else "w"
+        numbers = after(0.99**number, numbers, sample=(20 if halved else 40, 1000), halved=halved)
+    assert order.startswith("hwwhhwwh")
+    assert own_share(numbers) > 0.97
+
+
+def test_the_bound_is_half_of_the_mean_step_whatever_the_clients_lengths():
+    """Clients of 1 and 18 steps, weighted by their examples: β is α/2, not a mix of weighted and plain means."""
+    problem = Quadratics.make(3, examples=(2, 2, 36))
+    local = ga.LocalTraining(lr=0.02, epochs=1, batch_size=2)
+    found = run(problem, ga.FedGA(beta="auto", length=1e6), rounds=3, local=local, weights="examples")
+    assert found.history["beta"][2:] == pytest.approx([0.01, 0.01], rel=1e-12)
 
 
 @pytest.mark.parametrize("mean", ["fresh", "running"])
 def test_every_other_measuring_round_takes_half_of_the_gradient_examples(mean):
-    """Of 4 gradient examples: 2, 4, 2, 4 at each of three clients, from the first round that measures on."""
+    """Of 4 gradient examples: 2, 4, 4, 2, 2 at each of three clients, from the first round that measures on."""
     problem = Quadratics.make(3, examples=(8, 9, 10))
     local = ga.LocalTraining(lr=0.1, steps=1, batch_size=2, gradient_examples=4)
     found = run(problem, ga.FedGA(beta="auto", length=0.5, mean=mean), rounds=5, local=local)
     first = [0] if mean == "running" else []
-    taken = [*first, 2, 4, 2, 4, 2][:5]
+    taken = [*first, 2, 4, 4, 2, 2][:5]
     assert found.history["examples"] == list(itertools.accumulate((3 * (2 + own) for own in taken), initial=0))
     both = run(problem, ga.FedGA(beta="auto", length=0.5, mean=mean) + ga.FedSAM(), rounds=5, local=local)
     assert both.history["examples"][-1] == 5 * 3 * (2 + 4), "a second user of the gradients gets all of them"

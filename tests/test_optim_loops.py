@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradalign as ga
+from gradalign.optim.pending import PlainGradient
 
 LR = 0.1
 MATRICES = [np.diag([1.0, 2.0]), np.diag([3.0, 0.5]), np.array([[2.0, 0.5], [0.5, 1.0]])]
@@ -382,3 +383,26 @@ def test_clipping_before_a_grad_scaler_told_its_scale_does_not_lose_the_scale():
         opt.clip_grad_norm_(1e9)  # no limit
         scaler.step(opt)
     assert np.abs(model.end - by_hand([1.0], [0.0])).max() < 1e-12
+
+
+def test_a_grad_scaler_that_is_off_bars_nothing():
+    """Several parts cannot be scaled; with enabled=False nothing is."""
+    model = Point()
+    opt, scaler = wrapped(model, 0.2), torch.amp.GradScaler("cpu", enabled=False)
+    for part in range(2):
+        scaler.scale(model(part)).backward()
+        opt.collect()
+    for part in range(2):
+        opt.displace(scaler=scaler)
+        scaler.scale(model(part)).backward()
+    scaler.step(opt)
+    assert np.abs(model.end - by_hand([1.0, 1.0], [0.2])).max() < 1e-12
+
+
+def test_a_plain_steps_gradient_comes_back_where_it_was_cleared_and_strangers_go():
+    own, used, unused = torch.tensor([1.0, 2.0]), nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    plain = PlainGradient([used, unused], [own, None])
+    used.grad, unused.grad = None, torch.ones(2)
+    plain.finish()
+    assert torch.equal(used.grad, own)
+    assert unused.grad is None

@@ -87,9 +87,9 @@ def test_values_by_hand_and_mistakes():
         ga.Warmup(value=1.0, rounds=3, share=0.5)
     with pytest.raises(ga.GradalignError, match="round or share, got neither"):
         ga.OffUntil(value=1.0)
-    with pytest.raises(ga.GradalignError, match="being off needs a share of the run of at least 0, got -0.5"):
+    with pytest.raises(ga.GradalignError, match=r"being off needs a share of the run of at least 0, got -0\.5"):
         ga.OffUntil(value=1.0, share=-0.5)
-    with pytest.raises(ga.GradalignError, match="a step needs a share of the run of at least 0, got -0.5"):
+    with pytest.raises(ga.GradalignError, match=r"a step needs a share of the run of at least 0, got -0\.5"):
         ga.Steps(value=1.0, at_shares={-0.5: 0.1})
     with pytest.raises(ga.GradalignError, match="share of the run above 0, got -1"):
         ga.Cosine(value=1.0, share=-1)

@@ -35,7 +35,7 @@ class FedGA(Algorithm):
 
     Attributes:
         beta: β, a number, a schedule over rounds, or "auto": set by how far the clients' gradients lie apart (see
-            ``auto.py``), for which each reports one number. The first round that measures it has β = 0.
+            ``auto.py``), for which each reports a few numbers. Until that is measured β = 0.
         mean: Where ḡ comes from. "fresh" is the paper's: the clients send g_i first, a communication of its own.
             "running": v_i = −β(s − g_i), where the client takes g_i itself before its steps, and the server sends with
             x the running mean s ← λs + (1−λ)(−Σ p_i Δ_i/(αK)) of what it has seen, corrected for its start. One
@@ -136,7 +136,8 @@ class FedGA(Algorithm):
 
     def gradient_limit(self, limit: int | None, numbers: Mapping[str, float]) -> int | None:
         known = self.mean == "fresh" or bool(numbers.get("rounds"))  # else nothing is measured
-        halved = self.reports and not self.keeps and known and halves(limit, numbers)
+        # The chance of a mini-batch is what one step's alignment is about.
+        halved = self.reports and not (self.keeps or self.one_step) and known and halves(limit, numbers)
         return limit // 2 if halved and limit is not None else limit
 
     def plan(self, view: ClientView) -> Plan:
@@ -155,7 +156,11 @@ class FedGA(Algorithm):
         if self.keeps and view.kept is None:
             return {}
         own = view.memory()[0] if self.keeps else view.own()
-        return {"square": float((own.double() - self._common(view)).square().sum())}
+        facts = {"square": float((own.double() - self._common(view)).square().sum())}
+        if view.sample is None or self.keeps:
+            return facts
+        taken, examples = view.sample
+        return facts | {"inverse": 1.0 / taken, "inverse all": 1.0 / examples}
 
     def keep(self, view: ClientView, update: Tensor, total_step_size: float) -> Tensor:
         return view.mean_step(update, total_step_size) if total_step_size else view.memory()[0]
@@ -177,7 +182,7 @@ class FedGA(Algorithm):
             carried["rounds"] = carried.get("rounds", 0.0) + bool(sums.total_step_size)
         if "square" not in sums.facts:
             return carried
-        return measured(carried, sums.facts["square"], sums, self.decay)
+        return measured(carried, sums, self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@
 
 α/2 is what SGD on the clients' mini-batches one after the other does by itself (Theorem 1). It does not grow with K:
 clients that differ strongly have gone their way after a step or two. A displacement's length βd is what a client feels,
-so ρ bounds it. With ``gradient_examples`` n, d² is disagreement and sampling noise, h² + σ²/n, and a displacement along
-noise is only noise: every other measuring round takes n/2 examples, and d²(n/2) − d²(n) = σ²/n tells the two apart.
-Equal clients, whose h is nothing, leave the run FedAvg's.
+so ρ bounds it. With gradients of n of a client's N examples d² is disagreement and sampling noise, h² + σ²(1/n − 1/N),
+and a displacement along noise is only noise: half of the measuring rounds take n/2 examples, and what d² grows by,
+σ²(2/n − 1/n), tells the two apart. Equal clients, whose h is nothing, leave the run FedAvg's.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ def newest_share(decay: float, rounds: float) -> float:
 
 
 def halves(limit: int | None, numbers: Mapping[str, float]) -> bool:
-    """Return whether the next measuring round takes half of its gradient examples: the first, and every other one."""
-    return limit is not None and limit > 1 and numbers.get("halved", 0.0) <= numbers.get("measured", 0.0)
+    """Return whether the next measuring round takes half of its gradient examples.
+
+    Half, whole, whole, half, and so on: neither kind is the older one, so that a d² that falls is not taken for noise.
+    """
+    rounds = numbers.get("halved", 0.0) + numbers.get("measured", 0.0)
+    return limit is not None and limit > 1 and rounds % 4 in (0, 3)
 
 
 def own_share(numbers: Mapping[str, float]) -> float:
-    """Return q = 1 − (σ²/n)/d², within 0 and 1; 1 where no round has taken fewer examples."""
-    share, square = numbers.get("share", 1.0), numbers.get("square", 0.0)
-    if share == 1.0 or not square:
+    """Return q = h²/d², within 0 and 1; 1 where it is not known that some rounds took fewer examples."""
+    square, more = numbers.get("square", 0.0), numbers.get("inverse halved", 0.0) - numbers.get("inverse", 0.0)
+    if not square or "inverse halved" not in numbers or more <= 0.0:
         return 1.0
-    noise = (numbers["noisy"] - square) * share / (1.0 - share)  # d² of a share c is h² + σ²/(cn)
+    noise = (numbers["noisy"] - square) * (numbers["inverse"] - numbers["inverse all"]) / more
     return min(1.0, max(0.0, 1.0 - noise / square))
 
 
@@ -48,15 +52,19 @@ def beta_of(length: float, numbers: Mapping[str, float], lr: float) -> float:
     return own_share(numbers) * (most if length >= most * apart else length / apart)
 
 
-def measured(numbers: Mapping[str, float], square: float, sums: SharedSums, decay: float) -> dict[str, float]:
-    """Return the numbers after a round, given d² of its clients; one that is not finite, or α = 0, teaches nothing."""
-    if not math.isfinite(square) or not sums.total_step_size:
+def measured(numbers: Mapping[str, float], sums: SharedSums, decay: float) -> dict[str, float]:
+    """Return the numbers after a round whose clients reported d²; one that is not finite, or α = 0, teaches nothing."""
+    facts = sums.facts
+    if not math.isfinite(facts["square"]) or not sums.total_step_size:
         return dict(numbers)
     halved = sums.gradient_share < 1.0
-    mean, count = ("noisy", "halved") if halved else ("square", "measured")
-    rounds, before = numbers.get(count, 0.0) + 1.0, numbers.get(mean, 0.0)
-    new = {count: rounds, mean: before + newest_share(decay, rounds) * (square - before)}
-    if halved:
-        return {**numbers, **new, "share": sums.gradient_share}
-    # α by the clients' own account, which may have lr of their own; the server's is only for what changes by the round.
-    return {**numbers, **new, "most": sums.total_step_size / max(sums.steps, 1.0) / 2, "lr": sums.lr}
+    seen = {"noisy" if halved else "square": facts["square"]}
+    if "inverse" in facts:
+        seen |= {"inverse halved": facts["inverse"]} if halved else {k: facts[k] for k in ("inverse", "inverse all")}
+    count = "halved" if halved else "measured"
+    rounds = numbers.get(count, 0.0) + 1.0
+    newest = newest_share(decay, rounds)
+    means = {name: (1.0 - newest) * numbers.get(name, 0.0) + newest * value for name, value in seen.items()}
+    if not halved:  # α by the clients' own account; the server's is for what changes from round to round
+        means |= {"most": sums.step_size / 2, "lr": sums.lr}
+    return {**numbers, **means, count: rounds}

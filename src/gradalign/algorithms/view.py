@@ -31,6 +31,8 @@ class ClientView:
     shared: Tensor | None = None
     """s, the vector that the server carries from round to round for this algorithm."""
     weight_decay: float = 0.0
+    sample: tuple[int, int] | None = None
+    """How many examples g_i was taken of, and how many the client has; None where that is not known."""
 
     def own(self) -> Tensor:
         """Return g_i, or say that it was not taken."""
@@ -139,6 +141,8 @@ class SharedSums:
     """K, the mean over the clients."""
     lr: float = 0.0
     """α as the server knows it; 0 where only the clients do."""
+    step_size: float = 0.0
+    """The mean over the clients of what one of their steps adds up to: α without momentum."""
     weight_decay: float = 0.0
     gradient_share: float = 1.0
     """The share of ``local.gradient_examples`` that the clients' gradients were taken of."""

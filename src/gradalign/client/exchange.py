@@ -52,7 +52,9 @@ class Broadcast:
     one_by_one: bool = False
     """Whether the server needs every client's own vector; else neighbours may be summed."""
 
-    def view(self, label: str, who: Participant, gradient: Tensor | None = None) -> ClientView:
+    def view(
+        self, label: str, who: Participant, gradient: Tensor | None = None, sample: tuple[int, int] | None = None
+    ) -> ClientView:
         """Return what the part with this label sees of a client."""
         return ClientView(
             x=self.point.x,
@@ -64,19 +66,26 @@ class Broadcast:
             kept=who.kept.get(label),
             shared=self.shared.get(label),
             weight_decay=self.weight_decay,
+            sample=sample,
         )
+
+    def sample(self, examples: int) -> tuple[int, int]:
+        """Return how many examples a client with so many takes its gradient of, and how many it has."""
+        return min(examples, self.gradient_examples or examples), examples
 
     def plan(self, who: Participant, gradient: Tensor | None = None) -> Plan:
         """Return a client's plan, given its gradient at x where that is written out. Nobody else makes plans."""
         return self.algorithm.plan({part.label: self.view(part.label, who, gradient) for part in self.algorithm.parts})
 
-    def facts(self, who: Participant, gradient: Tensor | None = None) -> dict[str, float]:
+    def facts(
+        self, who: Participant, gradient: Tensor | None = None, sample: tuple[int, int] | None = None
+    ) -> dict[str, float]:
         """Return what a client reports beside its update, by the part's label and the fact's name."""
         return {
             f"{part.label}.{name}": float(value)
             for part in self.algorithm.parts
             if part.reports
-            for name, value in part.facts(self.view(part.label, who, gradient)).items()
+            for name, value in part.facts(self.view(part.label, who, gradient, sample)).items()
         }
 
 

@@ -15,7 +15,7 @@ bits do not depend on the number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
@@ -61,6 +61,11 @@ def groups(items: Iterable[Item], width: int) -> Iterator[list[Item]]:
     """Cut a sequence into lists of ``width``, the last one shorter."""
     left = iter(items)
     return iter(lambda: list(islice(left, width)), [])
+
+
+def _with_facts(reply: Update, facts: Mapping[int, Mapping[str, float]]) -> Update:
+    own = {name: tuple(facts[client][name] for client in reply.clients) for name in facts[reply.clients[0]]}
+    return replace(reply, facts=own)
 
 
 def prepare(model: nn.Module, setup: Setup) -> FactoredGradients:
@@ -187,18 +192,13 @@ class Group:
             self._train_one(told, one, own, None if out is None else out[place])
             for place, (one, own) in enumerate(zip(who, examples, strict=True))
         ]
-        replies = self._with_facts(told, who, replies) if told.algorithm.reports else replies
+        if told.algorithm.reports:
+            samples = {one.client: told.sample(len(own)) for one, own in zip(who, examples, strict=True)}
+            facts = {one.client: told.facts(one, self._gradient(one), samples[one.client]) for one in who}
+            replies = [_with_facts(reply, facts) for reply in replies]
         if not seen:
             return replies
         return [replace(r, examples=r.examples + sum(seen.get(c, 0) for c in r.clients)) for r in replies]
-
-    def _with_facts(self, told: Broadcast, who: Sequence[Participant], replies: list[Update]) -> list[Update]:
-        facts = {one.client: told.facts(one, self._gradient(one)) for one in who}
-
-        def of(reply: Update) -> dict[str, tuple[float, ...]]:
-            return {name: tuple(facts[client][name] for client in reply.clients) for name in facts[reply.clients[0]]}
-
-        return [replace(reply, facts=of(reply)) for reply in replies]
 
     def _own_gradients(self, told: Broadcast, who: Sequence[Participant]) -> dict[int, int]:
         """Take the gradients at x that nobody has taken; return the examples that no gradient phase has counted."""

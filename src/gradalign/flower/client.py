@@ -222,7 +222,11 @@ class _TaskClient:
             done = trainer.train(work.told, work.who, work.plan(), examples)
         work.remember_update(done.vector.cpu(), done.total_step_sizes[0])
         numbers = {"loss": done.losses[0], "steps": done.steps[0], messages.TOTAL_STEP_SIZE: done.total_step_sizes[0]}
-        numbers |= {messages.EXAMPLES: len(examples), messages.SEEN: done.examples + taken, **work.facts()}
+        numbers |= {
+            messages.EXAMPLES: len(examples),
+            messages.SEEN: done.examples + taken,
+            **work.facts(work.told.sample(len(examples))),
+        }
         return messages.reply(message, {"update": done.vector, "floats": done.floats, "ints": done.ints}, numbers)
 
     def evaluate(self, message: Message, context: Context) -> Message:

@@ -116,9 +116,10 @@ class ClientRound:
     def plan(self) -> Plan:
         return self.told.plan(self.who, self.gradient).written_out(self.gradient)
 
-    def facts(self) -> dict[str, float]:
-        """Return what the algorithm has clients report, by the names it is sent under."""
-        return {f"{messages.FACT}{name}": value for name, value in self.told.facts(self.who, self.gradient).items()}
+    def facts(self, sample: tuple[int, int] | None = None) -> dict[str, float]:
+        """Return what the algorithm has clients report, by the names it is sent under; ``sample`` as in a view."""
+        facts = self.told.facts(self.who, self.gradient, sample)
+        return {f"{messages.FACT}{name}": value for name, value in facts.items()}
 
     def remember_gradient(self, gradient: Tensor) -> None:
         """Remember g_i, and x so that it is sent once, until this round's training."""

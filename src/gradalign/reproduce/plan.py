@@ -164,7 +164,9 @@ def _whole(table: Any, tables: Sequence[Any], where: str) -> Any:
     model = next((one for one in tables if isinstance(one, Mapping) and one.get("name") == table["like"]), None)
     if model is None or "like" in model:
         raise GradalignError(f'{where}: like = "{table["like"]}" names no experiment that stands for itself')
-    return merge({key: value for key, value in model.items() if key not in ("settings", "provenance")}, own)
+    taken = {key: value for key, value in model.items() if key not in ("settings", "provenance")}
+    scales = own.get("scales", taken.get("scales", {}))  # whose lists are for other data would not be known to be
+    return merge(taken | {"scales": {name: taken.get("scales", {}).get(name, {}) for name in scales}}, own)
 
 
 def scale_of(name: str) -> Scale:

@@ -47,7 +47,7 @@ class Sums:
         self.reports: list[ClientReport] = []
         self.floats = torch.zeros(point.floats.shape, dtype=torch.float64)
         self.ints = point.ints
-        self.weight = self.loss = self.step_size = 0.0
+        self.weight = self.loss = self.total_step_size = self.step_size = 0.0
         self.weights: dict[int, float] = {}
         self.steps = self.examples = 0
         self.kept: dict[str, dict[int, Tensor]] = {}
@@ -66,7 +66,9 @@ class Sums:
             self.ints = self.ints if self.weights else reply.ints.clone()
             self.steps += sum(reply.steps)
             sizes = zip(reply.weights, reply.total_step_sizes, strict=True)
-            self.step_size += sum(weight * size for weight, size in sizes)
+            self.total_step_size += sum(weight * size for weight, size in sizes)
+            each = zip(reply.weights, reply.total_step_sizes, reply.steps, strict=True)
+            self.step_size += sum(weight * size / steps for weight, size, steps in each if steps)
             if self._rule is not None:
                 self._count(reply, self._rule)
         self.weights |= zip(reply.clients, reply.weights, strict=True)
@@ -235,7 +237,8 @@ class _Round:
             seen = SharedSums(
                 update=mean,
                 kept_change=None if change is None else change / sums.weight,
-                total_step_size=sums.step_size / sums.weight,
+                total_step_size=sums.total_step_size / sums.weight,
+                step_size=sums.step_size / sums.weight if sums.steps else self.told.lr,
                 steps=sums.steps / sums.reported,
                 lr=self.told.lr,
                 reported=sums.reported,
