@@ -15,8 +15,8 @@ from test_cli import call
 COSTS = {
     ("fedavg", ""): (1, 0, 0, 0),
     ("fedprox", ""): (1, 0, 0, 0),
-    ("fedga", ""): (2, 1, 1, 0),
-    ("fedga", "running"): (1, 1, 0, 0),
+    ("fedga", ""): (1, 1, 0, 0),
+    ("fedga", "fresh"): (2, 1, 1, 0),
     ("fedga", "kept"): (1, 1, 1, 1),
     ("gradalign", ""): (2, 1, 1, 0),
     ("scaffold", ""): (2, 1, 1, 0),
@@ -48,7 +48,7 @@ def test_costs_are_the_papers():
     assert {row["name"] for row in rows if row.get("server_rule")} == RULES
     adam = next(row for row in rows if row["name"] == "fedadam")
     assert adam["settings"] == {"lr": 0.1, "beta1": 0.9, "tau": 0.001, "beta2": 0.99}
-    assert next(row for row in rows if row["name"] == "fedga")["required"] == ["beta"]
+    assert next(row for row in rows if row["name"] == "fedga")["required"] == []
 
 
 def test_without_names_it_lists_all_that_come_with_the_library():

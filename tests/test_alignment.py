@@ -263,7 +263,7 @@ def test_the_bound_is_half_of_the_mean_step_whatever_the_clients_lengths():
     """Clients of 1 and 18 steps, weighted by their examples: β is α/2, not a mix of weighted and plain means."""
     problem = Quadratics.make(3, examples=(2, 2, 36))
     local = ga.LocalTraining(lr=0.02, epochs=1, batch_size=2)
-    found = run(problem, ga.FedGA(beta="auto", length=1e6), rounds=3, local=local, weights="examples")
+    found = run(problem, ga.FedGA(beta="auto", length=1e6, mean="fresh"), rounds=3, local=local, weights="examples")
     assert found.history["beta"][2:] == pytest.approx([0.01, 0.01], rel=1e-12)
 
 
@@ -299,7 +299,7 @@ def test_clients_that_differ_by_their_samples_alone_are_hardly_aligned():
 def test_the_bound_follows_a_learning_rate_that_falls():
     """α from 0.2 to 0.002: β ≤ α/2 in the very round that it falls in."""
     local = ga.LocalTraining(lr=ga.Steps(value=0.2, at_rounds={3: 0.002}), steps=5)
-    found = run(Quadratics.make(4), ga.FedGA(beta="auto", length=1e6), rounds=4, local=local)
+    found = run(Quadratics.make(4), ga.FedGA(beta="auto", length=1e6, mean="fresh"), rounds=4, local=local)
     assert found.history["beta"][1:] == pytest.approx([0.0, 0.1, 0.1, 0.001])
 
 
@@ -311,7 +311,7 @@ def test_a_momentum_for_all_is_not_taken_for_a_gradient(other):
 
 
 def test_a_length_may_follow_the_rounds_and_rests_cost_one_trip():
-    late = ga.FedGA(beta="auto", length=ga.OffUntil(value=0.2, round=2))
+    late = ga.FedGA(beta="auto", length=ga.OffUntil(value=0.2, round=2), mean="fresh")
     found = run(Quadratics.make(4), late, rounds=4)
     assert found.history["communication_rounds"] == [0, 1, 2, 4, 6]
     assert found.history["beta"][1:4] == [0.0, 0.0, 0.0]
@@ -339,7 +339,7 @@ def test_zero_gradients_and_a_server_that_stands_still_displace_nobody():
             'algorithm.mean must be "fresh" or "running" or "kept", got "stale"',
         ),
         (lambda: ga.FedGA(beta="much"), 'algorithm.beta must be a number, a schedule or "auto", got "much"'),
-        (lambda: ga.FedGA(beta="auto", length=-1.0), "algorithm.length must be at least 0"),
+        (lambda: ga.FedGA(beta="auto", length=-1.0, mean="fresh"), "algorithm.length must be at least 0"),
         (lambda: combine(ga.FedGA(beta=0.1, length=0.1)), 'algorithm.length is for beta = "auto"'),
         (lambda: ga.FedGA(beta=0.1, decay=1.0), "algorithm.decay must be"),
         (lambda: ga.FedGA(beta=0.1, decay=float("nan")), "algorithm.decay must be"),
@@ -354,3 +354,12 @@ def test_zero_gradients_and_a_server_that_stands_still_displace_nobody():
 def test_values_that_make_no_sense_are_refused(make, problem):
     with pytest.raises(ga.GradalignError, match="^" + problem.replace(".", r"\.")):
         make()
+
+
+def test_without_settings_fedga_is_the_form_that_earned_it_and_a_beta_of_ones_own_is_the_papers():
+    assert ga.FedGA() == ga.FedGA(beta="auto", mean="running")
+    assert ga.FedGA(beta=0.1) == ga.FedGA(beta=0.1, mean="fresh")
+    found = run(Quadratics.make(4), ga.FedGA(), rounds=20)
+    assert found.history["communication_rounds"] == list(range(21))
+    assert found.history["beta"][1:4] == [0.0, 0.0, 0.0], "a tenth of the run, and the round that measures"
+    assert all(0.0 < beta <= 0.05 for beta in found.history["beta"][4:])

@@ -49,7 +49,7 @@ def test_defaults_of_algorithms(made, values):
 
 def test_the_length_that_auto_has_where_none_is_given():
     """docs/beta.md says where it comes from."""
-    assert ga.FedGA(beta="auto").length == ga.OffUntil(value=0.5, share=0.1)
+    assert ga.FedGA(beta="auto", mean="fresh").length == ga.OffUntil(value=0.5, share=0.1)
 
 
 def test_defaults_of_local_training():

@@ -69,7 +69,7 @@ def test_the_bits_of_the_local_engine(name):
     ("algorithm", "local"),
     [
         (LargeBatchGradAlign(beta=0.1), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=8)),
-        (ga.FedGA(beta="auto", length=0.5), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=9)),
+        (ga.FedGA(beta="auto", length=0.5, mean="fresh"), ga.LocalTraining(lr=0.1, batch_size=8, gradient_examples=9)),
         (ga.LinearScaling(), ga.LocalTraining(lr=0.02, batch_size=8)),
         (
             ga.FedGA(beta=0.1) + ga.Scaffold(control="kept"),

@@ -205,7 +205,7 @@ def test_a_loop_of_ones_own_takes_as_many_steps_as_the_algorithm_allows():
 
 def test_a_beta_that_sets_itself_needs_the_steps_of_a_loop_of_ones_own():
     task = uneven_task()
-    auto = strategy(ga.FedGA(beta="auto", length=0.5), task, local=TWO_STEPS)
+    auto = strategy(ga.FedGA(beta="auto", length=0.5, mean="fresh"), task, local=TWO_STEPS)
     with pytest.raises(ga.GradalignError, match=r"call correct\(\) before every optimizer step"):
         auto.start(LoggedGrid(own_app(task, corrects=False), 4), num_rounds=1)
 

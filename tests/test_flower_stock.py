@@ -399,7 +399,7 @@ def test_a_beta_that_sets_itself_needs_steps_that_can_be_seen(problem):
 
     app = quadratic_app(problem, optimizer=lambda *_, **__: Still(), gradient=gradient)
     with pytest.raises(ga.GradalignError, match="took no step with a torch optimizer; its steps are unknown"):
-        play(gf.AlignedStrategy(ga.FedGA(beta="auto"), patience=QUICK), app, problem, rounds=2)
+        play(gf.AlignedStrategy(ga.FedGA(beta="auto", mean="fresh"), patience=QUICK), app, problem, rounds=2)
 
 
 @pytest.mark.parametrize(("wanted", "warnings"), [(0.2, 1), (0.3, 0), (None, 0)])

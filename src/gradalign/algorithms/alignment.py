@@ -36,25 +36,28 @@ class FedGA(Algorithm):
     Attributes:
         beta: β, a number, a schedule over rounds, or "auto": set by how far the clients' gradients lie apart (see
             ``auto.py``), for which each reports a few numbers. Until that is measured β = 0.
-        mean: Where ḡ comes from. "fresh" is the paper's: the clients send g_i first, a communication of its own.
-            "running": v_i = −β(s − g_i), where the client takes g_i itself before its steps, and the server sends with
-            x the running mean s ← λs + (1−λ)(−Σ p_i Δ_i/(αK)) of what it has seen, corrected for its start. One
-            communication, and only sums reach the server. "kept": v_i = −β(s − k_i), where k_i = −Δ_i/(αK) is of
-            the client's last visit and s the mean of those seen: no gradient beside the steps, but memory.
+        mean: Where ḡ comes from; unless given, "running" with "auto" and the paper's "fresh" with a β of one's own.
+            "fresh": the clients send g_i first, a communication of its own. "running": v_i = −β(s − g_i), where the
+            client takes g_i itself before its steps, and the server sends with x the running mean
+            s ← λs + (1−λ)(−Σ p_i Δ_i/(αK)) of what it has seen, corrected for its start. One communication, and only
+            sums reach the server. "kept": v_i = −β(s − k_i), where k_i = −Δ_i/(αK) is of the client's last visit and
+            s the mean of those seen: no gradient beside the steps, but memory.
         decay: λ of the running mean; 0 is the last round's.
         length: ρ of "auto", a number or a schedule over rounds; 0 is FedAvg.
         gradient_every: Align in every m-th round only; the others are FedAvg's and cost what they cost there.
         form: "start" displaces once; "step", the appendix's Algorithm 3, inside every step. The two are equal.
     """
 
-    beta: float | Schedule | str
-    mean: str = "fresh"
+    beta: float | Schedule | str = AUTO
+    mean: str | None = None
     decay: float = 0.9
     gradient_every: int = 1
     form: str = "start"
     length: float | Schedule | None = None
 
     def __post_init__(self) -> None:
+        if self.mean is None:
+            object.__setattr__(self, "mean", "running" if self.beta == AUTO else "fresh")
         if not isinstance(self.beta, str):
             require("algorithm.beta", self.beta, least=0.0)
             object.__setattr__(self, "beta", setting_of("algorithm.beta", self.beta))
@@ -191,6 +194,7 @@ class LargeBatchGradAlign(FedGA):
 
     label: ClassVar[str] = "gradalign"
     one_step: ClassVar[bool] = True
+    mean: str | None = "fresh"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Forms of one algorithm that cost something else than its usual one.
 _FORMS: dict[str, list[dict[str, Any]]] = {
-    "fedga": [{"mean": "running"}, {"mean": "kept"}],
+    "fedga": [{"mean": "fresh"}, {"mean": "kept"}],
     "scaffold": [{"control": "kept"}],
     "linearscaling": [{"aligned": False}],
 }
@@ -52,7 +52,7 @@ def _rows(kind: Kind) -> Iterator[dict[str, Any]]:
     needed = dict.fromkeys(row["required"], 0.1)  # what an algorithm asks for is a strength
     for form in ({}, *_FORMS.get(kind.label, ())):
         try:
-            one = kind(**needed, **form).at(0)
+            one = kind(**needed, **form).over(10).at(9)  # what begins late has begun
         except Exception:  # somebody's own that asks for something else: what it costs is not known
             yield row
             return

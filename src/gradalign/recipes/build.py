@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from gradalign.algorithms.plan import Algorithm, Combination, combine
@@ -89,8 +89,6 @@ def build_algorithm(spec: AlgorithmSpec, rule: ServerSpec) -> Combination:
         own = {key: value for key, value in given.items() if key in known}
         if name in own_tables:
             own |= _parameters(own_tables[name], f"algorithm.parts.{name}", known, refusal.format(name))
-        if any(field.name == "beta" and field.default is MISSING for field in fields(kind)) and "beta" not in own:
-            raise GradalignError(f"algorithm.beta is needed for {spec.name}: the strength of the alignment, e.g. 0.1")
         parts.append(_made(kind, own, "algorithm"))
     server_rule = rule_of(spec.name)
     known = keys_of(server_rule)
