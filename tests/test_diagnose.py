@@ -284,7 +284,7 @@ def test_a_recipe_brings_its_task_its_lr_and_its_steps(tmp_path):
     ("verdict", "trained", "gradient", "advice"),
     [
         ("aligned", 320.0, 64.0, "Try none of them before FedAvg."),
-        ("misaligned", 320.0, 64.0, 'Try mean="running" first'),
+        ("misaligned", 320.0, 64.0, "Try FedGA() first"),
         ("misaligned", 32.0, 64.0, 'Try mean="kept" first'),
     ],
 )

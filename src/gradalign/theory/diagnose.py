@@ -184,9 +184,9 @@ def form_to_try(verdict: str, trained: float, gradient: float) -> str:
     costs += 'and the same gradients; mean="kept" 1 trip and no gradient, but every client remembers a vector.'
     if verdict == "aligned":
         return f"{costs} Try none of them before FedAvg."
-    first = "kept" if gradient > trained else "running"
-    why = "its steps cost less than a gradient" if first == "kept" else "at FedAvg's trips"
-    return f'{costs} Try mean="{first}" first ({why}), then the paper\'s.'
+    if gradient > trained:
+        return f'{costs} Try mean="kept" first (its steps cost less than a gradient), then the paper\'s.'
+    return f"{costs} Try FedGA() first: one trip, and a beta that sets itself; then the betas above."
 
 
 def _conclude(
