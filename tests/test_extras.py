@@ -14,6 +14,7 @@ NAMES = {"tomli-w": "tomli_w"}  # the others are imported by the name they are i
 OPTIONAL = [
     *("safetensors", "tomli_w", "pydantic", "typer", "rich", "requests", "matplotlib"),
     *("jinja2", "plotly", "scipy", "optuna", "flwr", "tensorboard", "wandb", "sklearn", "pandas", "torchmetrics"),
+    "polars",  # of no extra: taken where it is there
     *("pyarrow", "lightning", "accelerate", "transformers"),
 ]
 

@@ -175,6 +175,7 @@ def test_a_warning_names_the_user_s_line():
     with pytest.warns(UserWarning, match="nothing to align") as told:
         opt.displace()
     assert told[0].filename == __file__
+    opt.step()  # an open step watches all modules of the process
 
 
 # Two ranks of 10 and 30 examples, each in two parts.
