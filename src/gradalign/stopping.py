@@ -25,6 +25,7 @@ _SOON, _AGAIN = 0.02, 1.0  # seconds until the next try: when the moment was bad
 # Seconds in which a signal that comes again is the same wish: ``timeout`` sends it to a process and to its group.
 _TWICE = 2.0
 _LONGEST_IMPORT = 20.0
+BY_TORCHRUN = " by torchrun, as when another rank has ended"
 
 
 class Terminated(KeyboardInterrupt):
@@ -102,8 +103,10 @@ def _end_at_once() -> NoReturn:
     try:
         if os.isatty(2):
             os.write(2, b"\r\x1b[K\x1b[?25h")  # a progress bar may have hidden the cursor
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, f"{last_words()}\n".encode())
+        # Of a job of ranks two speak: it may be the first that has ended.
+        job = "TORCHELASTIC_RUN_ID" in os.environ and _now.asked == signal.SIGTERM
+        if os.environ.get("RANK", "0") in ("0", "1" if job else "0"):
+            os.write(2, f"{last_words(BY_TORCHRUN if job else '')}\n".encode())
     except OSError:  # nobody reads it
         pass
     os._exit(128 + (_now.asked or signal.SIGTERM))

@@ -70,7 +70,7 @@ def signals(bench: Bench, rng: Random) -> list[str]:
             send(pid, end, to_group=to_group)
 
     outcome = bench.run(*words, interfere=interfere)
-    complete = outcome.code == 0 and not outcome.err
+    complete = outcome.code == 0 and not {"stopped", "error:"} & set(outcome.err.replace(";", " ").split())
     found = broken(outcome, (*CODES[end], 0) if complete else CODES[end])
     return found or _complete(bench, words, folder, algorithm)
 

@@ -103,7 +103,7 @@ def plain_errors(hint: str = "") -> Iterator[None]:
     except KeyboardInterrupt as stop:
         stopping.answer()
         terminated = isinstance(stop, stopping.Terminated)
-        why = " by torchrun, as when another rank has ended" if under_torchrun() and terminated else ""
+        why = stopping.BY_TORCHRUN if under_torchrun() and terminated else ""
         if rank() == 0 or (rank() == 1 and why):  # it may be rank 0 that has ended
             say(stopping.last_words(why))
         raise typer.Exit(stopping.exit_code(stop)) from None
