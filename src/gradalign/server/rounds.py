@@ -109,7 +109,6 @@ class _Round:
         self.weights = {client: federation.weight(client) for client in self.clients}
         self.sampled = len(self.clients)
         self.gradient_examples = 0
-        self._listed: tuple[dict[int, float], list[Participant]] | None = None
         self.gradients: dict[int, Tensor] = {}
         """g_i, where what a client keeps may depend on it."""
         algorithm = federation.algorithm_at(state.round).informed(state.numbers, federation.lr_at(state.round))
@@ -129,22 +128,16 @@ class _Round:
         )
 
     def participants(self) -> list[Participant]:
-        weights, everyone = {client: self.weights[client] for client in self.clients}, self.state.kept.items()
-        if self._listed is None or self._listed[0] != weights:
-            total = sum(weights.values())
-            self._listed = (
-                weights,
-                [
-                    Participant(
-                        client=client,
-                        weight=weight,
-                        share=weight / total,
-                        kept={label: vectors[client] for label, vectors in everyone if client in vectors},
-                    )
-                    for client, weight in weights.items()
-                ],
+        total, everyone = sum(self.weights[client] for client in self.clients), self.state.kept.items()
+        return [
+            Participant(
+                client=client,
+                weight=self.weights[client],
+                share=self.weights[client] / total,
+                kept={label: vectors[client] for label, vectors in everyone if client in vectors},
             )
-        return self._listed[1]
+            for client in self.clients
+        ]
 
     def gradient_phase(self, engine: Engine) -> None:
         """Gather g_i and ḡ; clients that do not answer leave the round."""
