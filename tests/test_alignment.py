@@ -207,7 +207,7 @@ def after(square: float, before: dict, *, lr: float = 0.1, steps: float = 5.0, s
         facts |= {"inverse": 1 / sample[0], "inverse all": 1 / sample[1]}
     given = {"update": nothing, "kept_change": None, "x": nothing, "reported": 1, "clients": 1, "facts": facts}
     given |= {"total_step_size": lr * steps, "step_size": lr, "gradient_share": 0.5 if halved else 1.0}
-    return measured(before, SharedSums(**given, lr=lr, steps=steps, numbers=before), 0.9)
+    return measured(before, SharedSums(**given, lr=lr, numbers=before), 0.9)
 
 
 def test_a_distance_that_is_not_finite_teaches_nothing():

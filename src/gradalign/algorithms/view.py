@@ -137,8 +137,6 @@ class SharedSums:
     """N, all clients of the task."""
     x: Tensor
     """The point that the round began at."""
-    steps: float = 1.0
-    """K, the mean over the clients."""
     lr: float = 0.0
     """α as the server knows it; 0 where only the clients do."""
     step_size: float = 0.0

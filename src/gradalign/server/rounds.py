@@ -232,7 +232,6 @@ class _Round:
                 kept_change=None if change is None else change / sums.weight,
                 total_step_size=sums.total_step_size / sums.weight,
                 step_size=sums.step_size / sums.weight if sums.steps else self.told.lr,
-                steps=sums.steps / sums.reported,
                 lr=self.told.lr,
                 reported=sums.reported,
                 clients=len(self.federation.task.clients),
