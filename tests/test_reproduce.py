@@ -21,6 +21,7 @@ from gradalign.recipes.paper import is_papers_problem
 from gradalign.report.statistics import difference
 from gradalign.reproduce.conduct import Reproduction, time_left
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, read_plan
+from gradalign.reproduce.tables import beside_baseline
 from gradalign.reproduce.verdicts import Claim, judge
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
@@ -140,6 +141,45 @@ def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
     assert time_left(runs).startswith("1 of 3 runs left, about 0:00:08")
 
 
+# Tables
+
+
+def run_of(accuracies: list[float], *, updates: int, sent: int, examples: int) -> list[dict[str, float]]:
+    """Return a run's rows, measured after every communication, each of which costs the same."""
+    costs = {"local_updates": updates, "bytes": sent, "examples": examples, "communication_rounds": 1, "round": 1}
+    return [
+        {"test_accuracy": accuracy, **{key: n * cost for key, cost in costs.items()}}
+        for n, accuracy in enumerate(accuracies, start=1)
+    ]
+
+
+def test_entries_stand_beside_the_baseline_at_every_equal_cost():
+    cheap = [run_of([0.1, 0.2, 0.3, level], updates=5, sent=10, examples=50) for level in (0.40, 0.44)]
+    dear = [run_of([0.2, 0.3, 0.4, level], updates=5, sent=20, examples=100) for level in (0.50, 0.54)]
+    nobody: list[list[dict[str, float]]] = []
+    first, second = beside_baseline({"dear": dear, "none": nobody, "cheap": cheap}, "cheap")
+    assert (first["name"], first["difference"]) == ("cheap", {})
+    assert first["scores"] == pytest.approx([40, 44])
+    assert first["spent"] == dict.fromkeys(("communication", "updates", "bytes", "computation"), 1.0)
+    assert second["spent"] == {"communication": 1.0, "updates": 1.0, "bytes": 2.0, "computation": 2.0}
+    # For the bytes and examples that "cheap" has spent, "dear" comes to its second measurement: 30 in both runs.
+    values = {at: one["value"] for at, one in second["difference"].items()}
+    assert values == pytest.approx({"communication": 10.0, "updates": 10.0, "bytes": -12.0, "computation": -12.0})
+    # Student's t of two runs with variance 8 each: 4.3027 · √(8/2 + 8/2); of one side without spread 12.7062 · √(8/2).
+    assert second["difference"]["communication"]["margin"] == pytest.approx(4.30265 * 8**0.5, rel=1e-4)
+    assert second["difference"]["bytes"]["margin"] == pytest.approx(12.7062 * 2, rel=1e-4)
+
+
+def test_the_baseline_is_what_the_others_are_measured_by():
+    plan = {one.name: one.baseline for one in read_plan()}
+    assert {plan[name] for name in ("emnist-one-class", "anchor-dirichlet", "forms-cifar10")} == {"fedavg"}
+    assert (plan["large-batch-emnist"], plan["emnist-local-steps"], plan["emnist-beta"]) == (
+        "largebatchsgd",
+        "K=10",
+        "beta 0.01",
+    )
+
+
 # A whole list
 
 TINY = {
@@ -208,6 +248,8 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     assert first.exists()
     assert len(done) < 8
 
+    call(*WORDS, "tiny", "--only", "fedga,fedavg", "--seeds", "1")
+    assert not Path("out/tiny/runs/fedavg/seed1").exists()
     call(*WORDS, "tiny", "--only", "fedga,fedavg")
     assert {path: stamp for path, stamp in stamps().items() if path in done} == done  # what is done is left alone
     assert not Path("out/tiny/runs/fedprox").exists()
@@ -227,6 +269,8 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
             Claim.model_validate({k: row[k] for k in ("text", "first", "second", "at")}),
             difference(row["first_scores"], row["second_scores"]),
         )
+    tables = Path("out/tables.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in tables if line.startswith("| fed")] == ["| fedavg", "| fedga", "| fedprox"]
     assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", code=2).stderr
     page = Path("out/report.html").read_text()
     assert "FedGA above FedAvg" in page

@@ -24,6 +24,7 @@ def reproduce(
     ),
     out: Path = Option(Path("reproduction"), help="Folder to write to; the same command goes on with what is there."),
     only: str | None = Option(None, help="Run only these entries of the experiments, e.g. fedga,fedavg."),
+    seeds: int | None = Option(None, min=1, help="Run only the first so many seeds of each experiment."),
     show_list: bool = Option(False, "--list", help="Show the list and what is left of it, and leave."),
     report_only: bool = Option(
         False, "--report", help="Run nothing: write the page and the verdicts of what has finished."
@@ -64,6 +65,7 @@ def reproduce(
             options=options,
             say=common.say,
             show=sys.stderr.isatty(),
+            seeds=seeds,
             retune=retune,
         )
         if show_list:

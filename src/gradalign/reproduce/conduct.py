@@ -15,8 +15,9 @@ from gradalign.errors import GradalignError
 from gradalign.recipes.spec import checked
 from gradalign.report import write_report
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
+from gradalign.reproduce.tables import beside_baseline, markdown
 from gradalign.reproduce.verdicts import verdict_row
-from gradalign.runs import METRICS, REPORT, SUMMARY, safe_name, write_json, write_toml
+from gradalign.runs import METRICS, REPORT, SUMMARY, safe_name, write_json, write_toml, write_whole
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Run, gather
 from gradalign.runs.untrusted import is_there, read_failure, read_optional
@@ -28,7 +29,8 @@ from gradalign.sweep.plan import plan_sweep
 from gradalign.sweep.protocol import best_of
 from gradalign.tracking.progress import rounds_bar
 
-STAMP, SETTINGS, RESULTS, RUNS, TUNE = "reproduction.toml", "settings.toml", "results.json", "runs", "tune"
+STAMP, SETTINGS, RESULTS, TABLES = "reproduction.toml", "settings.toml", "results.json", "tables.md"
+RUNS, TUNE = "runs", "tune"
 Say = Callable[[str], None]
 Settled = dict[str, Chosen]
 
@@ -43,6 +45,8 @@ class Reproduction:
     options: RunOptions
     say: Say
     show: bool = False
+    seeds: int | None = None
+    """How many seeds of each experiment are run now; all of them without a number."""
     retune: bool = False
     """Choose settings anew where the plan or the folder has some."""
     _anew: set[str] = field(default_factory=set, init=False)
@@ -157,8 +161,10 @@ class Reproduction:
                 continue
             planned = self.planned(experiment, self.settings(experiment, entries))
             self._stamp()
+            now = sorted({one.seed for one in planned})[: self.seeds]
             for one in planned:
-                if one.entry in entries and (self.retune or not ended(one.folder)):  # one of other settings is refused
+                wanted = one.entry in entries and one.seed in now
+                if wanted and (self.retune or not ended(one.folder)):  # one of other settings is refused
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
                     self.say(f"{what}; {time_left(planned)}")
                     bar = rounds_bar(one.spec.rounds) if self.show else nullcontext(lambda label, row: None)
@@ -181,7 +187,7 @@ class Reproduction:
     # Results
 
     def results(self) -> dict[str, Any]:
-        """Write results.json and the page of all runs that have finished; return the results."""
+        """Write the numbers, the tables and the page of all runs that have finished; return the results."""
         runs = {one.name: self._runs(one) for one in self.experiments}
         every = {f"{name}/{entry}": own for name, entries in runs.items() for entry, own in entries.items()}
         found = [self._result(one, runs[one.name], every) for one in self.experiments]
@@ -190,6 +196,7 @@ class Reproduction:
         if not found:
             return results | {"report": None}
         write_json(self.folder / RESULTS, results)
+        write_whole(self.folder / TABLES, markdown(found))
         folders, table = [self.folder / one["folder"] / RUNS for one in found], verdict_table(found)
         page = write_report(folders, self.folder / REPORT, title="The paper's experiments", verdicts=table)
         return results | {"report": str(page)}
@@ -212,6 +219,8 @@ class Reproduction:
             "folder": place.name,
             "provenance": experiment.provenance,
             "algorithms": [_entry_result(entry, own, settled.get(entry)) for entry, own in runs.items()],
+            "baseline": experiment.baseline,
+            "beside_baseline": beside_baseline({entry: rows[entry] for entry in runs}, experiment.baseline),
             "verdicts": [verdict_row(claim, rows, diverged) for claim in experiment.claims],
         }
 

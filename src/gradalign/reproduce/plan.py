@@ -97,6 +97,12 @@ class Experiment(Section):
     def entry_names(self) -> list[str]:
         return [entry for group in self.algorithms for entry in group]
 
+    @property
+    def baseline(self) -> str:
+        """The entry that the others stand beside: FedAvg, or the one whose settings the others take, or the first."""
+        bases = {"fedavg", *(one.tune.base for one in self.scales.values() if one.tune)}
+        return next((entry for entry in self.entry_names() if entry in bases), self.entry_names()[0])
+
     def recipe_at(self, scale: Scale, chosen: Mapping[str, Point], budget: int | None = None) -> Recipe:
         """Return the recipe of all entries, with their chosen settings and lengths; ``budget`` is another length.
 

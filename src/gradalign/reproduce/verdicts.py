@@ -13,12 +13,14 @@ from gradalign.recipes.spec import Finite, NotNegative, Portion, Section
 from gradalign.report.statistics import Difference, difference
 
 Verdict = Literal["reproduced", "not reproduced", "undecidable"]
+Cost = Literal["communication", "updates", "rounds", "bytes", "computation"]
 Rows = Sequence[Mapping[str, float]]
 
-AXES = {
+AXES: dict[Cost, str] = {
     "communication": "communication_rounds",
     "updates": "local_updates",
     "rounds": "round",
+    "bytes": "bytes",
     "computation": "examples",
 }
 """What is equal in a comparison, and the column of a run's rows that counts it."""
@@ -41,7 +43,7 @@ class Claim(Section):
     text: str
     first: str
     second: str | Finite
-    at: Literal["communication", "updates", "rounds", "computation"]
+    at: Cost
     metric: str = "test_accuracy"
     expect: Literal["higher", "lower", "equal"] = "higher"
     claimed: NotNegative | None = None
@@ -60,7 +62,7 @@ class Claim(Section):
         return 100.0 if self.metric.endswith("accuracy") else 1.0
 
 
-def spent(rows: Rows, at: str) -> float:
+def spent(rows: Rows, at: Cost) -> float:
     """Return how much of what is to be equal a run has spent in all."""
     return max((row.get(AXES[at], 0.0) for row in rows), default=0.0)
 
