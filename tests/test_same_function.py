@@ -527,6 +527,7 @@ def test_other_losses_keep_cohorts_out(loss):
     task = task_of(small, loss=loss)
     assert cohort_layers(task, task.make_model(0)) is None
     assert cohort_layers(task_of(small), small()) is not None
+    assert cohort_layers(task_of(small, loss=nn.CrossEntropyLoss()), small()) is not None
 
 
 def test_a_large_layer_keeps_products_only_in_a_stack_that_nobody_watches():

@@ -19,6 +19,11 @@ def test_values_by_hand():
     assert values(ga.Cosine(value=1.0, rounds=2), 4) == pytest.approx([1.0, 0.5, 0.0, 0.0])
 
 
+def test_a_share_of_nothing_is_the_beginning():
+    assert values(ga.OffUntil(value=0.3, share=0.0).over(4), 2) == [0.3, 0.3]
+    assert values(ga.Steps(value=1.0, at_shares={0.0: 0.5, 0.5: 0.1}).over(4), 4) == [0.5, 0.5, 0.1, 0.1]
+
+
 def test_bad_schedules():
     with pytest.raises(ga.GradalignError, match="rounds >= 1"):
         ga.Warmup(value=1.0, rounds=0)
