@@ -2,6 +2,7 @@
 
     python -m benchmarks.against ../gradalign-before             # W1 to W5, FedAvg and FedGA
     python -m benchmarks.against ../a ../b W1 --rounds 15        # several, one workload
+    python -m benchmarks.against ../before W3 --starts 9         # short rounds: a process may be lucky throughout
 
 Prints the median seconds of a round in every checkout, in the order they were named and this one last, and the
 median ratio to the first. Every checkout runs in a process of its own, with its own ``benchmarks`` and ``src``.
@@ -78,14 +79,17 @@ def seconds(process: subprocess.Popen[str]) -> float:
     return float(process.stdout.readline())
 
 
-def compare(checkouts: list[Path], workload: str, algorithm: str, rounds: int) -> list[tuple[float, float]]:
+def compare(
+    checkouts: list[Path], workload: str, algorithm: str, rounds: int, starts: int
+) -> list[tuple[float, float]]:
     """Return each checkout's median seconds and its median ratio to the first."""
-    with ExitStack() as stack:
-        players = [stack.enter_context(player(checkout, workload, algorithm)) for checkout in checkouts]
-        times: list[list[float]] = [[] for _ in players]
-        for turn in range(rounds):  # forwards and backwards in turn: nobody is always first
-            for place in range(len(players)) if turn % 2 == 0 else reversed(range(len(players))):
-                times[place].append(seconds(players[place]))
+    times: list[list[float]] = [[] for _ in checkouts]
+    for _ in range(starts):
+        with ExitStack() as stack:
+            players = [stack.enter_context(player(checkout, workload, algorithm)) for checkout in checkouts]
+            for turn in range(rounds):  # forwards and backwards in turn: nobody is always first
+                for place in range(len(players)) if turn % 2 == 0 else reversed(range(len(players))):
+                    times[place].append(seconds(players[place]))
     return [(median(own), median(a / b for a, b in zip(own, times[0], strict=True))) for own in times]
 
 
@@ -96,6 +100,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__)
     parser.add_argument("given", nargs="+", metavar="CHECKOUT|W", help="folders of other checkouts; workloads")
     parser.add_argument("--rounds", type=int, default=9, help="times of each (default 9)")
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=1,
+        help="start new processes so often (default 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     words = parser.parse_args()
     names = [name for name in words.given if name.upper() in (*USUAL, "W6")]
@@ -106,7 +116,7 @@ def main() -> None:
     found = {}
     for name in [name.upper() for name in names] or USUAL:
         for algorithm in ("FedAvg", "FedGA"):
-            rows = compare(checkouts, name, algorithm, words.rounds)
+            rows = compare(checkouts, name, algorithm, words.rounds, words.starts)
             found[f"{name} {algorithm}"] = [{"seconds": own, "ratio": ratio} for own, ratio in rows]
             told = "  ".join(f"{own:.3f} s ({ratio:.3f})" for own, ratio in rows)
             print(f"{name} {algorithm:6}  {told}", file=sys.stderr if words.json else sys.stdout, flush=True)
