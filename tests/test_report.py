@@ -269,6 +269,15 @@ def test_diverged_runs_are_shown_as_such_and_in_no_mean(tmp_path):
     assert [line["state"] for line in lines] == ["diverged"]
 
 
+def test_a_comparisons_old_summary_does_not_speak_for_a_run_that_goes_on(tmp_path):
+    folder = write_comparison(tmp_path / "c", {"fedga": [0.8, 0.6]})
+    (folder / "fedga/seed1/summary.json").unlink()  # it had diverged, was resumed and killed: no failure.json
+    before = [{"folder": "fedga/seed1", "failure": "the test loss became NaN"}]
+    (folder / "summary.json").write_text(json.dumps({"algorithms": [{"runs": before}]}))
+    (run,) = (one for one in gather([folder], unfinished=True).runs if one.seed == 1)
+    assert (run.state, run.failure) == ("unfinished", None)
+
+
 def test_a_run_that_can_go_on_is_unfinished_and_says_what_stopped_it(tmp_path):
     folder = write_comparison(tmp_path / "c", {"fedga": [0.8, 0.6]})
     (folder / "fedga/seed1/summary.json").unlink()

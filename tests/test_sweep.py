@@ -7,8 +7,9 @@ import math
 import multiprocessing
 import shutil
 import sqlite3
+import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import optuna
@@ -19,6 +20,7 @@ from optuna.trial import TrialState, create_trial
 
 from gradalign.errors import FolderInUseError, GradalignError, NotWrittenError
 from gradalign.recipes import load_recipe, shipped_recipes
+from gradalign.runs.folder import locked
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid
 from gradalign.sweep.plan import trial_spec
 from gradalign.sweep.protocol import (
@@ -31,7 +33,7 @@ from gradalign.sweep.protocol import (
     finalists_of,
     tune,
 )
-from gradalign.sweep.storage import JOURNAL, _Journal, locked_in_turn, open_journal, opened, opened_database
+from gradalign.sweep.storage import JOURNAL, _Journal, open_journal, opened, opened_database
 from gradalign.sweep.study import Job, StageStudy, working_in
 
 
@@ -447,25 +449,18 @@ def test_a_full_disk_is_told_in_one_sentence():
 # Other processes
 
 
-def test_only_a_folder_in_use_is_waited_for(tmp_path, monkeypatch):
-    """The kind of an error decides, not its words."""
-    met = [FolderInUseError("words that nobody reads"), FolderInUseError("and others")]
-
-    @contextmanager
-    def busy(folder):
-        if met:
-            raise met.pop()
-        yield
-
-    monkeypatch.setattr("gradalign.sweep.storage.locked", busy)
-    with locked_in_turn(tmp_path, 10.0):
-        assert met == []
-    met += [FolderInUseError("still in use")]
-    with pytest.raises(FolderInUseError), locked_in_turn(tmp_path, -1.0):
+def test_only_a_folder_in_use_is_waited_for(tmp_path):
+    held = ExitStack()
+    held.enter_context(locked(tmp_path))
+    with pytest.raises(FolderInUseError), locked(tmp_path, retries=0):
         pass
-    met += [GradalignError("another process is writing to the disk's last sector"), FolderInUseError("busy")]
-    with pytest.raises(GradalignError, match="last sector"), locked_in_turn(tmp_path, 10.0):
+    threading.Timer(0.1, held.close).start()
+    with locked(tmp_path, retries=10**9):
         pass
+    (tmp_path / "file").touch()
+    with pytest.raises(GradalignError, match="cannot use") as refused, locked(tmp_path / "file", retries=10**9):
+        pass
+    assert not isinstance(refused.value, FolderInUseError)
 
 
 def test_a_database_is_tried_again_only_where_another_process_was_faster(monkeypatch):

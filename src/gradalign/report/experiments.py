@@ -9,9 +9,8 @@ from typing import Any
 
 from gradalign.errors import shown_text
 from gradalign.recipes.paper import is_papers_problem
-from gradalign.runs.clients import HeldClassCounts
 from gradalign.runs.read import Run, canonical
-from gradalign.runs.untrusted import number_of
+from gradalign.runs.untrusted import HeldClassCounts, number_of
 
 _LONGEST_NAME, _LONGEST_LABEL = 80, 300
 _NOT_SETTINGS = ("seed", "name", "paper", "full_size")

@@ -102,26 +102,19 @@ def _sync(path: Path) -> None:
         os.close(number)
 
 
-def not_written(path: Path, error: OSError) -> NotWrittenError:
-    """Return the sentence about a file that the system would not take."""
-    return NotWrittenError(f"cannot write {path}: {error.strerror or error}")
-
-
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Say in that sentence what goes wrong inside the block."""
+def writing(path: Path, what: str = "write") -> Iterator[None]:
+    """Say in one sentence what the system would not do with a file inside the block."""
     try:
         yield
     except OSError as error:
-        raise not_written(path, error) from None
+        raise NotWrittenError(f"cannot {what} {path}: {error.strerror or error}") from None
 
 
 def remove(path: Path) -> None:
     """Remove a file, or a link, if it is there."""
-    try:
+    with writing(path, "remove"):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise NotWrittenError(f"cannot remove {path}: {error.strerror or error}") from None
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -111,10 +111,6 @@ def save_noted(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any
     save_tensors(path, tensors, {NOTE: text, DIGEST: _digest(tensors, text)})
 
 
-def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], belongs: Belongs) -> None:
-    save_noted(path, tensors, {**counters, **asdict(belongs)})
-
-
 def load_checkpoint(path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], State]) -> tuple[State, Belongs]:
     """Read a checkpoint that is what was written; ``make`` makes the state of its tensors and counters."""
     tensors, header = load_tensors(path, "checkpoint")
@@ -123,14 +119,9 @@ def load_checkpoint(path: Path, make: Callable[[dict[str, Tensor], dict[str, Any
         raise GradalignError(f"{path} {problem}; {WHAT_TO_DO}")
     if _digest(tensors, header[NOTE]) != header[DIGEST]:
         raise GradalignError(f"{path} is damaged: it does not match its digest; {WHAT_TO_DO}")
-    try:
-        note = parse_json(header[NOTE])
-    except ValueError:
-        note = None
-    if not isinstance(note, dict):
-        raise GradalignError(f"{path} is not a checkpoint of this library; {WHAT_TO_DO}")
     kinds = {"seconds": float, "spec": str, "metrics_bytes": int, "metrics": str}
     try:
+        note = parse_json(header[NOTE])
         return make(tensors, note), Belongs(**{name: kind(note[name]) for name, kind in kinds.items()})
     except (KeyError, TypeError, ValueError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else error

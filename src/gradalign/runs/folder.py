@@ -11,7 +11,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -44,8 +44,12 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make the folder if need be and keep other writers out of it inside the block."""
+def locked(folder: Path, retries: int = 8) -> Iterator[None]:
+    """Make the folder if need be and keep other writers out of it inside the block.
+
+    One that holds it is waited for as long as so many ``retries`` take, fifty a second; the default is for a reader
+    that asks whether anyone writes, and holds the lock for a blink.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,14 +61,14 @@ def locked(folder: Path) -> Iterator[None]:
         except ImportError:  # not a Unix: nothing to lock with
             yield
             return
-        for patience in range(8, -1, -1):
+        for left in range(retries, -1, -1):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                if not patience:
+                if not left:
                     raise FolderInUseError(f"another process is writing to {folder}") from None
-                time.sleep(0.02)  # a reader that asks whether anyone writes holds the lock for a blink
+                time.sleep(0.02)
         _locks.add(lock)
         try:
             yield
@@ -85,17 +89,10 @@ def is_held(folder: Path) -> bool:
     if not is_file(folder / runs.LOCK):  # nobody of us holds a link or a pipe
         return False
     try:
-        lock = os.open(folder / runs.LOCK, os.O_RDONLY | runs.CAREFULLY)
-    except FileNotFoundError:
-        return False
-    except OSError:
+        with open_file(folder / runs.LOCK) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (OSError, GradalignError):
         return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
     return False
 
 
@@ -251,7 +248,7 @@ class RunFolder:
         belongs = Belongs(seconds=seconds, spec=self._spec_digest, metrics_bytes=mark.length, metrics=mark.digest)
         with _resumable():
             self._metrics.sync()
-            checkpoints.save_checkpoint(self.path / CHECKPOINT, tensors, counters, belongs)
+            checkpoints.save_noted(self.path / CHECKPOINT, tensors, {**counters, **asdict(belongs)})
 
     def fail(self, reason: str, *, diverged: bool) -> None:
         """Write down why the run ended by itself; ``diverged`` says that resuming it would end the same way."""

@@ -23,9 +23,19 @@ from gradalign.runs import (
     TRIALS,
     safe_name,
 )
-from gradalign.runs.clients import ClientTable, HeldClassCounts, read_class_counts, read_client_table
 from gradalign.runs.metrics import read_metrics
-from gradalign.runs.untrusted import UnreadableError, is_there, number_of, read_failure, read_optional, read_table
+from gradalign.runs.untrusted import (
+    ClientTable,
+    HeldClassCounts,
+    UnreadableError,
+    is_there,
+    number_of,
+    read_class_counts,
+    read_client_table,
+    read_failure,
+    read_optional,
+    read_table,
+)
 
 State = Literal["complete", "diverged", "unfinished"]
 Row = dict[str, float]
@@ -208,12 +218,8 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
     spec = read_table(folder / SPEC)
     _check_spec(folder, spec)
     entry, place, comparison = _place_in_comparison(folder, comparisons)
-    own = read_failure(folder)
-    if own is None and comparison is not None:
-        failure = _divergence_in(comparisons[comparison], folder)
-        diverged = failure is not None
-    else:
-        failure, diverged = (None, False) if own is None else (own.reason, own.diverged)
+    failure = read_failure(folder)
+    diverged = failure is not None and failure.diverged
     complete = is_there(folder / SUMMARY)
     metrics = folder / METRICS
     if not complete and not diverged and not is_there(metrics):
@@ -229,7 +235,7 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
         rows=rows,
         summary=read_table(folder / SUMMARY) if complete else {},
         state="complete" if complete else "diverged" if diverged else "unfinished",
-        failure=None if complete else failure,
+        failure=None if complete or failure is None else failure.reason,
         held=read_class_counts(folder / CLASS_COUNTS),
         clients=read_client_table(folder / CLIENTS),
         place=place,
@@ -263,23 +269,8 @@ def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) 
     above = place.parent.parent
     if above not in comparisons:
         comparisons[above] = read_optional(above / COMPARISON)
-        if comparisons[above]:
-            comparisons[above]["summary"] = read_optional(above / SUMMARY)
     names = comparisons[above].get("algorithms")
     for number, name in enumerate(names if isinstance(names, list) else []):
         if isinstance(name, str) and safe_name(name) == place.parent.name:
             return shown_text(name), number, above
     return None, 0, None
-
-
-def _divergence_in(comparison: Mapping[str, Any], folder: Path) -> str | None:
-    """Return what a comparison's summary says of a run that diverged."""
-    wanted = "/".join(Path(os.path.abspath(folder)).parts[-2:])
-    table = comparison["summary"].get("algorithms")
-    for entry in table if isinstance(table, list) else []:
-        runs = entry.get("runs") if isinstance(entry, dict) else None
-        for run in runs if isinstance(runs, list) else []:
-            if isinstance(run, dict) and run.get("folder") == wanted:
-                reason = run.get("failure")
-                return shown_text(reason) if isinstance(reason, str) else None
-    return None

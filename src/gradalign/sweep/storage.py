@@ -21,7 +21,7 @@ from optuna.study import StudyDirection
 from sqlalchemy.exc import DatabaseError
 
 from gradalign.errors import FolderInUseError, GradalignError
-from gradalign.runs import COMPARISON, SPEC, SWEEP, as_toml, differing_fields, not_written, write_whole
+from gradalign.runs import COMPARISON, SPEC, SWEEP, as_toml, differing_fields, write_whole, writing
 from gradalign.runs.folder import locked, refuse_strangers
 from gradalign.runs.untrusted import is_file, is_there, read_table
 
@@ -58,7 +58,7 @@ def opened(folder: Path, url: str | None, study: str, description: Mapping[str, 
 def _open_folder(folder: Path, description: Mapping[str, Any]) -> None:
     """Make the sweep's folder, or see that it holds this very sweep; several processes may do so at once."""
     text = as_toml(description)
-    with locked_in_turn(folder, 10.0):
+    with locked(folder, retries=500):  # ten seconds
         if (folder / SWEEP).exists():
             _check_folder(folder, tomllib.loads(text))
             return
@@ -67,22 +67,6 @@ def _open_folder(folder: Path, description: Mapping[str, Any]) -> None:
                 raise GradalignError(f"{folder} holds {what}, not a sweep; choose another --out")
         refuse_strangers(folder, set())
         write_whole(folder / SWEEP, text)
-
-
-@contextmanager
-def locked_in_turn(folder: Path, seconds: float) -> Iterator[None]:
-    """Hold a folder's lock, waiting up to so many seconds for a process that holds it for a moment."""
-    until = time.monotonic() + seconds
-    with ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(locked(folder))
-                break
-            except FolderInUseError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
-        yield
 
 
 def _check_folder(folder: Path, mine: Mapping[str, Any]) -> None:
@@ -110,18 +94,15 @@ class _Journal(JournalFileBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        try:
-            with self._path.open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                end = file.seek(0, os.SEEK_END)
-                if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
-                    end = file.truncate(os.pread(file.fileno(), end, 0).rfind(b"\n") + 1)
-                file.seek(end)
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise not_written(self._path, error) from None
+        with writing(self._path), self._path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            end = file.seek(0, os.SEEK_END)
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                end = file.truncate(os.pread(file.fileno(), end, 0).rfind(b"\n") + 1)
+            file.seek(end)
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def open_journal(folder: Path) -> JournalStorage:
