@@ -6,6 +6,11 @@ process, for a model of 4,810 float32 parameters and ten clients a round.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
 import gradalign as ga
 from gradalign.algorithms.plan import combine
 from gradalign.client.flat import FlatModel
@@ -26,6 +31,21 @@ ALGORITHMS = {
 }
 
 
+def note_sizes(grid: Grid) -> tuple[list[int], list[int]]:
+    """Have a grid write down the bytes of every message, as Flower counts those of records: on its way down, and up."""
+    down, up = list[int](), list[int]()
+    push, pull = grid.push_messages, grid.pull_messages
+
+    def noted(messages: Iterable[Message], sizes: list[int]) -> list[Message]:
+        messages = list(messages)
+        sizes += (sum(record.count_bytes() for record in message.content.values()) for message in messages)
+        return messages
+
+    grid.push_messages = lambda messages: push(noted(messages, down))
+    grid.pull_messages = lambda ids: noted(pull(ids), up)
+    return down, up
+
+
 def main() -> None:
     """Print one line for each algorithm, per client and round."""
     task, local = digits(clients=CLIENTS), ga.LocalTraining(lr=0.1, steps=2, batch_size=32)
@@ -37,12 +57,12 @@ def main() -> None:
             task, combine(algorithm), local, per_round=None, weights="uniform", dropout=0.0, seed=0
         )
         engine = in_process_engine(federation)
-        state = ServerState(point=FlatModel(task.make_model(0)).read())
+        state, (down, up) = ServerState(point=FlatModel(task.make_model(0)).read()), note_sizes(engine.exchange.grid)
         for _ in range(ROUNDS):
             state, _ = play_round(federation, engine, state)
-        seen, share = engine.exchange.traffic, CLIENTS * ROUNDS
-        messages, down, up = seen.messages_down + seen.messages_up, seen.bytes_down / share, seen.bytes_up / share
-        print(f"{name:28}{messages / share:10.0f}{down:12,.0f}{up:12,.0f}{(down + up) / vector:10.2f}")
+        share = CLIENTS * ROUNDS
+        messages, sent, returned = (len(down) + len(up)) / share, sum(down) / share, sum(up) / share
+        print(f"{name:28}{messages:10.0f}{sent:12,.0f}{returned:12,.0f}{(sent + returned) / vector:10.2f}")
 
 
 if __name__ == "__main__":

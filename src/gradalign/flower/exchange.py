@@ -12,7 +12,8 @@ from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from gradalign.errors import GradalignError
+from gradalign.algorithms.schedule import require
+from gradalign.errors import whole
 from gradalign.flower.messages import EVALUATES, EXAMPLES, PARTITION, PARTITIONS, QUERY, STOCK, metrics_of
 
 # A child of Flower's own logger: what is said here stands beside what Flower says, in the same form.
@@ -44,20 +45,8 @@ class Patience:
 
     def __post_init__(self) -> None:
         for name in ("connect_seconds", "gradient_seconds", "train_seconds", "poll_seconds"):
-            if not getattr(self, name) > 0:
-                raise GradalignError(f"patience.{name} must be above 0, got {getattr(self, name):g}")
-        if self.retries < 0:
-            raise GradalignError(f"patience.retries must be 0 or more, got {self.retries}")
-
-
-@dataclass
-class Traffic:
-    """Messages and payload bytes, as Flower counts the bytes of records."""
-
-    messages_down: int = 0
-    messages_up: int = 0
-    bytes_down: int = 0
-    bytes_up: int = 0
+            require(f"patience.{name}", getattr(self, name), above=0.0)
+        whole("patience.retries", self.retries, 0)
 
 
 class Answers(NamedTuple):
@@ -68,30 +57,21 @@ class Answers(NamedTuple):
     silent: set[int]
 
 
-def payload(message: Message) -> int:
-    return sum(record.count_bytes() for record in message.content.values()) if message.has_content() else 0
-
-
 class Exchange:
     """Pushes messages and pulls replies through a grid. Flower's own ``send_and_receive`` looks every 3 seconds."""
 
     def __init__(self, grid: Grid, poll_seconds: float) -> None:
         self.grid, self._poll = grid, poll_seconds
-        self.traffic = Traffic()
 
     def push(self, messages: Sequence[Message]) -> list[str]:
         """Send messages; an empty id stands for one that Flower refused."""
         if not messages:
             return []
-        self.traffic.messages_down += len(messages)
-        self.traffic.bytes_down += sum(payload(message) for message in messages)
         ids = [message_id or "" for message_id in self.grid.push_messages(messages)]
         return ids if len(ids) == len(messages) else [""] * len(messages)
 
     def pull(self, ids: Iterable[str]) -> Iterator[tuple[str, Message]]:
         for message in self.grid.pull_messages(list(ids)):
-            self.traffic.messages_up += 1
-            self.traffic.bytes_up += payload(message)
             yield message.metadata.reply_to_message_id, message
 
     def ask(self, messages: Mapping[int, Message], seconds: float) -> Answers:
