@@ -79,7 +79,6 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "optim/two_passes": OPTIM,
     "optim/wrapper": OPTIM,
     "seeding": ("many_clients", "streams", "local", "holdout"),
-    "server/alignment": ("weights", "measuring"),
     "server/clients": ("client_results", "metrics"),
     "server/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence", "engines", "runs"),
     "server/monitor": ("callbacks",),

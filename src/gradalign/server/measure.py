@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gradalign import __version__
 from gradalign.client.exchange import Broadcast, Participant
@@ -21,7 +22,6 @@ from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
 from gradalign.errors import DivergedError, GradalignError, flag, real, whole
 from gradalign.seeding import Purpose, numpy_stream
-from gradalign.server.alignment import alignment_of
 from gradalign.server.clients import ClientResults, client_columns, score_clients, spread_over_clients
 from gradalign.server.federation import Federation, ServerState
 from gradalign.server.monitor import EarlyStopping, Monitor
@@ -200,6 +200,45 @@ def measured_at(
     return row, results
 
 
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """How far the clients' gradients g_i at one point disagree, with ḡ = Σ p_i g_i and weights that sum to one."""
+
+    r: float
+    """½ Σ p_i ‖g_i − ḡ‖², half the variance of the gradients: the paper's regulariser."""
+    drift: float
+    """‖ḡ − g_1‖, the paper's drift curve: the first client against the mean."""
+    drift_ratio: float | None
+    """drift / ‖ḡ‖; None where ḡ = 0."""
+    cosine: float | None
+    """Σ p_i cos(g_i, ḡ), 1 when all gradients point the same way; None where a gradient is 0."""
+
+
+def alignment_of(gradients: Sequence[Tensor], weights: Sequence[float] | None = None) -> Alignment:
+    """Measure the alignment of gradients taken at one point; the first one is client 1 of the drift."""
+    weights = [1.0] * len(gradients) if weights is None else weights
+    total, mean = float(sum(weights)), torch.zeros(gradients[0].shape, dtype=torch.float64)
+    for gradient, weight in zip(gradients, weights, strict=True):
+        mean.add_(gradient, alpha=float(weight))
+    mean /= total
+    mean_norm = float(mean.norm())
+    spread, cosine, cosine_known = 0.0, 0.0, mean_norm > 0.0
+    for gradient, weight in zip(gradients, weights, strict=True):
+        g = gradient.double()
+        share, norm = float(weight) / total, float(g.norm())
+        spread += share * float((g - mean).square().sum())
+        cosine_known = cosine_known and norm > 0.0
+        if cosine_known:
+            cosine += share * float(g @ mean) / (norm * mean_norm)
+    drift = float((mean - gradients[0].double()).norm())
+    return Alignment(
+        r=0.5 * spread,
+        drift=drift,
+        drift_ratio=drift / mean_norm if mean_norm > 0.0 else None,
+        cosine=cosine if cosine_known else None,
+    )
+
+
 def _measured_on_clients(state: ServerState, federation: Federation, measure: Measure, engine: Engine) -> Row:
     """Measure what one gradient pass over some clients tells; a round at this point may go on with the gradients."""
     algorithm = federation.algorithm_at(state.round)
@@ -216,10 +255,7 @@ def _measured_on_clients(state: ServerState, federation: Federation, measure: Me
     return {
         "train_loss": _mean([reply.losses[0] for reply in replies], weights),
         "train_accuracy": _mean(accuracies, weights) if len(accuracies) == len(weights) else None,
-        "r": found.r,
-        "drift": found.drift,
-        "drift_ratio": found.drift_ratio,
-        "cosine": found.cosine,
+        **asdict(found),
     }
 
 

@@ -23,13 +23,12 @@ from gradalign.runs import BEST, MODEL
 from gradalign.runs.checkpoint import require_writable
 from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
-from gradalign.server.all_rounds import AllRounds, Tell, model_at
+from gradalign.server.all_rounds import AllRounds, Tell, columns, model_at
 from gradalign.server.clients import ClientResults
 from gradalign.server.federation import Federation
 from gradalign.server.measure import Measure, Row, require_measurable
 from gradalign.server.monitor import OnRound
 from gradalign.server.result import Result
-from gradalign.server.summary import columns
 from gradalign.tasks.divide import class_counts_note
 from gradalign.tracking import RunInfo, Trackers
 from gradalign.tracking.line import in_notebook, rounds_line
