@@ -16,7 +16,6 @@ import torch
 from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
 from gradalign.client import LocalTraining
-from gradalign.client.trainer import Setup
 from gradalign.engines import Engine, under_torchrun
 from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
@@ -169,36 +168,20 @@ def _engine(federation: Federation, options: RunOptions) -> Callable[[], Engine]
 
 
 def _make_engine(federation: Federation, options: RunOptions) -> Engine:
+    device = options.device
     if options.engine == "distributed":
-        return _distributed_engine(federation, options)
+        if options.workers is not None:
+            raise GradalignError("workers belong to the local engine; the distributed one has its ranks")
+        if torch.device(device).type == "cuda" and torch.device(device).index is None:
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        return DistributedEngine(federation.setup(device))
     if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
         raise GradalignError('under torchrun every rank would run the whole experiment; use the engine "distributed"')
     if options.engine == "flower":
         from gradalign.flower.engine import in_process_engine
 
-        return in_process_engine(federation, options.device)
-    return local_engine(_setup(federation, options.device), options.workers)
-
-
-def _distributed_engine(federation: Federation, options: RunOptions) -> DistributedEngine:
-    if options.workers is not None:
-        raise GradalignError("workers belong to the local engine; the distributed one has its ranks")
-    device = options.device
-    if torch.device(device).type == "cuda" and torch.device(device).index is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return DistributedEngine(_setup(federation, device))
-
-
-def _setup(federation: Federation, device: torch.device | str) -> Setup:
-    return Setup(
-        task=federation.task,
-        local=federation.local,
-        seed=federation.seed,
-        device=device,
-        fast=federation.fast,
-        clients_per_round=federation.per_round,
-        algorithm=federation.algorithm,
-    )
+        return in_process_engine(federation, device)
+    return local_engine(federation.setup(device), options.workers)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

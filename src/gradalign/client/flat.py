@@ -7,6 +7,7 @@ algorithm's arithmetic is a handful of vector operations and nothing is copied b
 from __future__ import annotations
 
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +15,28 @@ from torch import Tensor, nn
 from gradalign.errors import GradalignError
 
 
-class Point:
+class Point(NamedTuple):
     """The server's point: the flat parameters x and the flat buffers (float ones, integer ones)."""
 
-    __slots__ = ("floats", "ints", "x")
-
-    def __init__(self, x: Tensor, floats: Tensor, ints: Tensor) -> None:
-        self.x, self.floats, self.ints = x, floats, ints
+    x: Tensor
+    floats: Tensor
+    ints: Tensor
 
     def clone(self) -> Point:
-        return Point(self.x.clone(), self.floats.clone(), self.ints.clone())
+        return Point(*(vector.clone() for vector in self))
 
     def moved(self, by: Tensor | None) -> Point:
         """Return the point with its parameters moved; the buffers are shared."""
-        return self if by is None else Point(self.x + by, self.floats, self.ints)
+        return self if by is None else self._replace(x=self.x + by)
 
     def copy_(self, other: Point) -> None:
-        self.x.copy_(other.x)
-        self.floats.copy_(other.floats)
-        self.ints.copy_(other.ints)
+        for own, new in zip(self, other, strict=True):
+            own.copy_(new)
 
     @property
     def nbytes(self) -> int:
         """Bytes needed to send this point."""
-        return sum(vector.numel() * vector.element_size() for vector in (self.x, self.floats, self.ints))
+        return sum(vector.numel() * vector.element_size() for vector in self)
 
 
 def all_finite(vector: Tensor) -> bool:

@@ -17,7 +17,6 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradalign.algorithms.plan import FedAvg, combine
 from gradalign.client.exchange import Broadcast, ClientScore, Gradient, Participant, Reply, Score, Update
@@ -32,10 +31,6 @@ from gradalign.fast import Group, evaluation_spans
 
 _AHEAD = 2  # replies for each rank that may wait for their turn
 _NUMBERS = ("round", "lr", "gradient_examples", "participants", "weight_decay", "one_by_one")  # of a broadcast
-
-
-def _vectors(point: Point) -> tuple[Tensor, Tensor, Tensor]:
-    return point.x, point.floats, point.ints
 
 
 class DistributedEngine(Engine):
@@ -70,11 +65,11 @@ class DistributedEngine(Engine):
 
     def _move(self, point: Point) -> None:
         """Let all ranks have this point."""
-        if all(new is old for new, old in zip(_vectors(point), _vectors(self._point), strict=True)):
+        if all(new is old for new, old in zip(point, self._point, strict=True)):
             return
         self._in_step = False
         self._say("move")
-        for vector in _vectors(point):
+        for vector in point:
             self.wire.broadcast(vector)
         self._point, self._rank_of, self._in_step = point, {}, True
 
@@ -198,8 +193,7 @@ class DistributedEngine(Engine):
                     raise GradalignError("rank 0 ended the run without a result")
                 return words[0], self._point
             if command == "move":
-                like = _vectors(self._point)
-                self._point = Point(*(self.wire.broadcast(torch.empty_like(vector)) for vector in like))
+                self._point = Point(*(self.wire.broadcast(torch.empty_like(vector)) for vector in self._point))
             elif command == "told":
                 self._told = self._hear_told(*words)
             else:

@@ -40,8 +40,8 @@ class SharedBuffers:
     def __init__(self, point: Point, slots: int, width: int, *, forked: bool = False) -> None:
         self._slots, self._width, self._forked = slots, width, forked
         self.rooms: dict[str, Tensor] = {}
-        vectors = {"x": point.x, "floats": point.floats, "ints": point.ints}
-        self.point = Point(*(self._room(name, vector.numel(), like=vector) for name, vector in vectors.items()))
+        vectors = point._asdict().items()
+        self.point = Point(*(self._room(name, vector.numel(), like=vector) for name, vector in vectors))
         self.mean = self._vectors("mean")
         self.shared: dict[str, Tensor] = {}
         """s by label."""

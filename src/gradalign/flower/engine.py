@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gradalign.client.exchange import Broadcast, ClientScore, Gradient, GradientCache, Participant, Score, Update
 from gradalign.client.flat import Point
-from gradalign.client.trainer import Setup
 from gradalign.engines import Engine
 from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
@@ -232,10 +231,7 @@ class FlowerEngine(Engine):
 
     @cached_property
     def _evaluator(self) -> InProcessEngine:
-        known = self.federation
-        return InProcessEngine(
-            Setup(task=known.task, local=known.local, seed=known.seed, device=self._device, fast=known.fast)
-        )
+        return InProcessEngine(replace(self.federation.setup(self._device), clients_per_round=0))
 
     def evaluate(self, point: Point) -> Score | None:
         if self.hearing is not None:

@@ -17,6 +17,7 @@ from gradalign.algorithms.rules import Memory, ServerRule, known_rules
 from gradalign.algorithms.schedule import Schedule, spanning, value_at
 from gradalign.client import LocalTraining
 from gradalign.client.flat import Point
+from gradalign.client.trainer import Setup
 from gradalign.errors import GradalignError, flag, real, whole
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.tasks.task import Task, plain_value
@@ -89,6 +90,18 @@ class Federation:
     def elsewhere(self) -> bool:
         """Whether the clients' data is on other machines, so that only they know how much it is."""
         return getattr(self.task.clients, "elsewhere", False)
+
+    def setup(self, device: torch.device | str) -> Setup:
+        """Return what an engine needs to know for the clients' work."""
+        return Setup(
+            task=self.task,
+            local=self.local,
+            seed=self.seed,
+            device=device,
+            fast=self.fast,
+            clients_per_round=self.per_round,
+            algorithm=self.algorithm,
+        )
 
 
 def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
@@ -171,7 +184,7 @@ class ServerState:
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state as named tensors and counters that JSON can hold: what a checkpoint is made of."""
-        tensors = {"x": self.point.x, "floats": self.point.floats, "ints": self.point.ints}
+        tensors = self.point._asdict()
         tensors |= {f"memory.{name}": vector for name, vector in self.memory.items()}
         tensors |= {f"shared.{name}": vector for name, vector in self.shared.items()}
         for name, kept in self.kept.items():
@@ -182,7 +195,7 @@ class ServerState:
         counters: dict[str, Any] = {"round": self.round, "totals": asdict(self.totals), "numbers": numbers}
         if self.best is not None:
             counters["best"], point = self.best[0], self.best[1].clone()  # a file cannot hold one vector twice
-            tensors |= {"best.x": point.x, "best.floats": point.floats, "best.ints": point.ints}
+            tensors |= {f"best.{name}": vector for name, vector in point._asdict().items()}
         return tensors, counters
 
     @classmethod
@@ -192,7 +205,7 @@ class ServerState:
         def group(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
-        point = Point(tensors["x"], tensors["floats"], tensors["ints"])
+        point = Point(*(tensors[name] for name in Point._fields))
         for name, vector in (*group("memory.").items(), *group("shared.").items()):
             if vector.shape != point.x.shape:
                 raise ValueError(f'the vector "{name}" has the shape {list(vector.shape)}, x has {list(point.x.shape)}')
@@ -204,9 +217,8 @@ class ServerState:
                 raise ValueError(f'the clients\' vectors "{name}" have the shape {list(matrix.shape)}')
         best = None
         if "best" in counters:
-            own = group("best.")
-            best = int(counters["best"]), Point(own["x"], own["floats"], own["ints"])
-            if any(own[name].shape != getattr(point, name).shape for name in own):
+            best = int(counters["best"]), Point(*(tensors[f"best.{name}"] for name in Point._fields))
+            if any(own.shape != last.shape for own, last in zip(best[1], point, strict=True)):
                 raise ValueError("the best round's model has another shape than the last one's")
         kept = {name: {int(c): vectors[name][row].clone() for row, c in enumerate(clients[name])} for name in clients}
         return cls(
@@ -249,7 +261,9 @@ def describe(federation: Federation, measure: Measure) -> dict[str, Any]:
 
 def _algorithm(algorithm: Combination) -> dict[str, Any]:
     """Return all parts' values: in one table, but for those of parts that share a key, also with the table itself."""
-    described: dict[str, Any] = {"name": _name(algorithm)}
+    names = [name for part in algorithm.parts if (name := _class_name(part)) != "fedavg"]
+    names += [] if type(algorithm.server) is ServerRule else [_class_name(algorithm.server)]
+    described: dict[str, Any] = {"name": "+".join(names) or "fedavg"}
     tables = {part.label: _plain(part) for part in algorithm.parts}
     times = Counter(key for table in tables.values() for key in table)
     own = {}
@@ -259,13 +273,6 @@ def _algorithm(algorithm: Combination) -> dict[str, Any]:
         else:
             own[name] = table
     return described | ({"parts": own} if own else {})
-
-
-def _name(algorithm: Combination) -> str:
-    names = [name for part in algorithm.parts if (name := _class_name(part)) != "fedavg"]
-    if type(algorithm.server) is not ServerRule:
-        names.append(_class_name(algorithm.server))
-    return "+".join(names) or "fedavg"
 
 
 def _class_name(thing: Algorithm | ServerRule) -> str:
