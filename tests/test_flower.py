@@ -449,7 +449,7 @@ def test_local_privacy_noise_reaches_the_server():
     """With Δ clipped to 1e-9 the average of 4 noisy updates of deviation s has deviation s/2, within 5 of its own."""
     app = gf.client_app(blobs(clients=4), mods=[gf.on_update(LocalDpMod(1e-9, 1.0, 10.0, 0.1))])
     task = blobs(clients=4)
-    result = gf.AlignedStrategy(ga.FedAvg(), task, local=LOCAL, patience=QUICK).start(FaultyGrid(app, 4), 1)
+    result = gf.AlignedStrategy(ga.FedAvg(), task, local=LOCAL, patience=QUICK).start(FaultyGrid(app, 4), num_rounds=1)
     before = torch.nn.utils.parameters_to_vector(task.make_model(0).parameters())
     moved = torch.nn.utils.parameters_to_vector(result.model.parameters()) - before
     moved = moved.detach()
@@ -514,26 +514,15 @@ def test_a_loop_of_ones_own_trains_like_the_task():
     torch.testing.assert_close(vector(result), vector(expected), rtol=1e-10, atol=1e-10)
 
 
-def test_the_old_name_of_the_total_step_size_still_works():
-    """In reply(), with a warning, and in the message of a client of the version before."""
+def test_a_loop_of_ones_own_may_say_its_total_step_size():
     task, algorithm = linear_task(), ga.Scaffold(control="kept")
 
-    def rename(message, client, reply):
-        if message.metadata.message_type == "train":
-            metrics = dict(reply.content.metric_records["metrics"])
-            metrics["travel"] = metrics.pop("total-step-size")
-            reply.content["metrics"] = MetricRecord(metrics)
-        return reply
-
-    def run(fault=lambda message, client, reply: reply, **total):
+    def run(**total):
         strategy = gf.AlignedStrategy(algorithm, task, local=LOCAL, patience=QUICK)
-        return vector(strategy.start(FaultyGrid(own_app(task, **total), 6, fault), num_rounds=2))
+        return vector(strategy.start(FaultyGrid(own_app(task, **total), 6), num_rounds=2))
 
-    expected = run(total_step_size=0.7)
-    assert not torch.equal(run(), expected)
-    assert torch.equal(run(rename, total_step_size=0.7), expected)
-    with pytest.warns(DeprecationWarning, match="total_step_size"):
-        assert torch.equal(run(travel=0.7), expected)
+    assert torch.equal(run(total_step_size=LOCAL.lr * 3), run())
+    assert not torch.equal(run(total_step_size=0.7), run())
 
 
 # The command line
@@ -597,7 +586,8 @@ def test_without_flower_one_sentence_says_what_to_install(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "flwr", None)
     done = invoke("run", "digits", "--engine", "flower", "--out", tmp_path / "r")
     assert done.exit_code == 2
-    assert done.stderr == "error: gradalign.flower needs Flower: pip install 'gradalign[flower]'\n"
+    wanted = "Flower needs the package flwr; install it with: pip install 'gradalign[flower]'"
+    assert done.stderr == f"error: {wanted}\n"
     assert not (tmp_path / "r").exists()
 
 

@@ -85,12 +85,10 @@ def no_exit(where: str) -> Iterator[None]:
 _NEEDED_FOR = {
     "runs": "a run folder",
     "recipes": "a recipe",
-    "cli": "the command line, with its bars,",
     "frames": "a data frame",
     "metrics": "a metric by name",
     "plots": "a picture",
     "report": "the report",
-    "sweep": "a sweep",
     "flower": "Flower",
     "tables": "a table",
     "tensorboard": "TensorBoard",

@@ -11,12 +11,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gradalign.errors import GradalignError
+from gradalign.errors import need
 
-try:
-    import_module("flwr")
-except ModuleNotFoundError:
-    raise GradalignError("gradalign.flower needs Flower: pip install 'gradalign[flower]'") from None
+need("flwr", "flower")
 
 if TYPE_CHECKING:
     from gradalign.algorithms import FedGA as FedGA

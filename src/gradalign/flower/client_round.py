@@ -18,7 +18,7 @@ from gradalign.flower.messages import ARRAYS, MemoryLostError, received_point, t
 
 _GRADIENT, _POINT, _KEPT = "gradalign.gradient", "gradalign.point", "gradalign.kept"
 leaving: ContextVar[list[Callable[[Message], None]] | None] = ContextVar("leaving", default=None)
-"""What is to look at the reply when it has passed all mods; see ``client.at_the_door``."""
+"""What is to look at the reply when it has passed all mods; see ``client.Door``."""
 
 
 def _remember_as_sent(name: str, made: Tensor, remember: Callable[[Tensor], None]) -> None:

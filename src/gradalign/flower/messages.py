@@ -36,9 +36,9 @@ EVALUATES = "evaluates"  # 1: it has an evaluate function; 2: it is a Task's, an
 # For apps that load named arrays:
 LAYOUT, KEYS, NAMES, SHARED = "gradalign.layout", "gradalign.keys", "gradalign.names", "gradalign.shared."
 ROUND = "server-round"  # counted from 1, as in Flower
-TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE = "total-step-size", "travel"  # the old name is read, for older clients
+TOTAL_STEP_SIZE = "total-step-size"
 FACT = "fact."  # begins the names of what an algorithm has clients report
-OURS = ("steps", SEEN, TOTAL_STEP_SIZE, OLD_TOTAL_STEP_SIZE, FACT)  # begin those of a reply that are not its app's
+OURS = ("steps", SEEN, TOTAL_STEP_SIZE, FACT)  # begin those of a reply that are not its app's
 PARTITION, PARTITIONS = "partition-id", "num-partitions"
 
 
@@ -152,8 +152,7 @@ def algorithm_of(order: Order, more: Iterable[type[Algorithm]]) -> Combination:
 
 def point_arrays(point: Point) -> dict[str, Array]:
     """Return x and the buffers as arrays; made once for all clients of a phase."""
-    vectors = {"x": point.x, "floats": point.floats, "ints": point.ints}
-    return {name: to_array(vector) for name, vector in vectors.items() if vector.numel()}
+    return {name: to_array(vector) for name, vector in point._asdict().items() if vector.numel()}
 
 
 def instruction(
@@ -186,7 +185,7 @@ def received_point(arrays: ArrayRecord, like: Point | None) -> Point:
             )
         return found
 
-    return Point(vector("x", like.x), vector("floats", like.floats), vector("ints", like.ints))
+    return Point(*(vector(name, own) for name, own in like._asdict().items()))
 
 
 def reply(message: Message, vectors: Mapping[str, Tensor], metrics: Mapping[str, Any], *, unread: str = "") -> Message:
@@ -282,7 +281,6 @@ def read_score(message: Message, client: int, key: str = EXAMPLES) -> ClientScor
 def read_update(message: Message, point: Point, client: int, weight: float) -> Update:
     """Return Δ_i from a reply, or say why it cannot be used."""
     arrays, metrics = _records(message)
-    total = OLD_TOTAL_STEP_SIZE if OLD_TOTAL_STEP_SIZE in metrics else TOTAL_STEP_SIZE
     facts = {name.removeprefix(FACT): (_number(metrics, name),) for name in metrics if name.startswith(FACT)}
     return Update(
         vector=_replied_vector(arrays, "update", point.x),
@@ -291,5 +289,5 @@ def read_update(message: Message, point: Point, client: int, weight: float) -> U
         **_of_one(client, weight, metrics),
         facts=facts,
         steps=(int(_number(metrics, "steps")),),
-        total_step_sizes=(_number(metrics, total),),
+        total_step_sizes=(_number(metrics, TOTAL_STEP_SIZE),),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from gradalign.algorithms.plan import Algorithm
 from gradalign.client import LocalTraining
 from gradalign.client.flat import FlatModel
+from gradalign.client.step import set_out
 from gradalign.errors import GradalignError
 from gradalign.flower import messages
 from gradalign.flower.client_round import ClientRound
@@ -106,23 +106,19 @@ class LocalRound:
         self.lr, self.round = self._work.told.lr, self._work.told.round
         self._local, self._looked = replace(self._work.order.local), False
         object.__setattr__(self._local, "lr", self.lr)  # unchecked: a schedule may pass through 0
-        self._parameters, self._more = [p for p in model.parameters() if p.requires_grad], 0
+        self._more = 0
         if self._work.gradient is None and self._work.told.algorithm.uses_own_gradient:
             if losses is None:
                 raise GradalignError("this algorithm uses the client's gradient at x; give LocalRound(losses=...)")
             self._work.gradient, _, self._more = _gradient_at(self._flat, self._work, losses)
             model.zero_grad()
-        plan = self._work.plan()
+        plan = replace(self._work.plan(), every_step=False)
         self._flat.load(self._work.told.point)
         model.train()
-        x = self._flat.vector
-        self._pull, self._constant = plan.pull, None if plan.correction is None else plan.correction.to(x)
-        if plan.pull:
-            pulled = -plan.pull * x
-            self._constant = pulled if self._constant is None else self._constant + pulled
-        if isinstance(plan.displacement, Tensor):
-            x.add_(plan.displacement.to(x))
-        self._start = x.clone()
+        y = self._flat.vector
+        given, correction = (None if v is None else v.to(y) for v in (plan.displaced(None), plan.correction))
+        self._pull, (_, self._constant, _) = plan.pull, set_out(y, plan, given, correction)
+        self._start = y.clone()
 
     @property
     def local(self) -> LocalTraining:
@@ -137,9 +133,8 @@ class LocalRound:
         if self._constant is None:
             return
         direction = self._constant + self._pull * self._flat.vector if self._pull else self._constant
-        parts = direction.split([p.numel() for p in self._parameters])
-        for p, part in zip(self._parameters, parts, strict=True):
-            p.grad = part.view_as(p).clone() if p.grad is None else p.grad.add_(part.view_as(p))
+        for p, part in zip(self._flat.parameters, self._flat.views(direction), strict=True):
+            p.grad = part.clone() if p.grad is None else p.grad.add_(part)
 
     def reply(
         self,
@@ -149,7 +144,6 @@ class LocalRound:
         seen: int | None = None,
         total_step_size: float | None = None,
         metrics: Mapping[str, float] | None = None,
-        travel: float | None = None,
     ) -> Message:
         """Return the reply with Δ_i = y_K − y_0.
 
@@ -161,11 +155,7 @@ class LocalRound:
             total_step_size: The sum of the step sizes that gradients were given, for algorithms that keep a vector; the
                 server's lr times the calls of ``correct`` when not given.
             metrics: Numbers of your own, for the result's metrics.
-            travel: The old name of ``total_step_size``.
         """
-        if travel is not None:
-            warnings.warn("reply(travel=...) is called total_step_size now", DeprecationWarning, stacklevel=2)
-            total_step_size = travel
         update = self._flat.vector - self._start
         floats, ints = self._flat.read_buffers()
         if total_step_size is None:

@@ -24,6 +24,7 @@ from gradalign.algorithms.plan import Algorithm
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Participant
 from gradalign.client.flat import Point
+from gradalign.client.step import set_out
 from gradalign.errors import GradalignError
 from gradalign.flower import messages
 from gradalign.flower.client import Door, tell_partition
@@ -93,8 +94,7 @@ class _Adapter:
         def show(arrays: Named) -> Message:
             return messages.in_place_of(message, RecordDict({keys[0]: _record(arrays), keys[1]: _users(config)}))
 
-        point = work.told.point
-        vectors = {"x": point.x, "floats": point.floats, "ints": point.ints} | work.rest
+        vectors = work.told.point._asdict() | work.rest
         return work, _Round(layout, vectors, work.told, work.who, show, work.gradient)
 
     def _flat(self, message: Message, context: Context, train: ClientAppCallable) -> Message:
@@ -196,15 +196,13 @@ class _Adapter:
             # s has numbers for running means and the like, too, where the server does not know them.
             shared = {label: one.of_trained(vector) for label, vector in one.told.shared.items()}
             one.told = replace(one.told, shared=shared)
-        plan = one.told.plan(one.who, one.gradient).written_out(one.gradient)
-        start = one.x
-        if isinstance(plan.displacement, Tensor):
+        plan = replace(one.told.plan(one.who, one.gradient), every_step=False)
+        moved = plan.displaced(one.gradient)
+        if moved is not None:
             if one.told.mean is None and one.trained is None and not one.layout.exact:
                 self._take_gradient(one, context, train)  # for what is trained
-            start = one.x + one.of_trained(plan.displacement)
-        constant = plan.correction
-        if plan.pull:
-            constant = -plan.pull * one.x if constant is None else constant - plan.pull * one.x
+            moved = one.of_trained(moved)
+        start, constant, _ = set_out(one.x.clone(), plan, moved, plan.correction)
         arrays = one.layout.named({**one.vectors, "x": start})
         added = None if constant is None else one.layout.named({"x": constant})
         with Steps(one.layout.named({"x": start}), constant=added, pull=plan.pull) as steps:

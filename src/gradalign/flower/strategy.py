@@ -13,7 +13,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor, nn
+from torch import nn
 
 from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
@@ -31,23 +31,11 @@ from gradalign.server.measure import Measure, Row
 from gradalign.server.monitor import OnRound
 from gradalign.server.result import Result
 from gradalign.server.runner import CHECKPOINT_SECONDS, RunOptions, conduct
-from gradalign.tasks.batches import Examples
 from gradalign.tasks.task import Task, with_metrics
 from gradalign.tracking import Tracker, Trackers
 
 
-class _RemoteExamples(Examples):
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def batch(self, index: Tensor) -> Any:
-        raise GradalignError("the client's examples are on its own node, not on the server")
-
-
-class RemoteClients(Sequence[Examples]):
+class RemoteClients(Sequence[Any]):
     """The clients as the server sees them; ``sizes`` may grow while nodes connect."""
 
     elsewhere = True  # their data is not looked at here
@@ -63,7 +51,7 @@ class RemoteClients(Sequence[Examples]):
         return float(self._sizes.get(client, math.nan))
 
     def __getitem__(self, client: Any) -> Any:
-        return _RemoteExamples(math.ceil(self._sizes.get(client, 1)))
+        raise GradalignError("the client's examples are on its own node, not on the server")
 
 
 Aggregation = Callable[[list[RecordDict], str], MetricRecord]
@@ -233,8 +221,6 @@ class AlignedStrategy:
             evaluate_config: The same for messages to evaluate.
             evaluate_fn: Called with the round and the model's arrays before the first round and after each.
         """
-        if isinstance(initial_arrays, int):  # as start(grid, 3) was called before there were arrays
-            initial_arrays, num_rounds = None, initial_arrays
         num_rounds = whole("num_rounds", num_rounds, 1)
         patience = self.patience
         if timeout is not None:
