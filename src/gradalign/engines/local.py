@@ -64,8 +64,6 @@ def local_engine(setup: Setup, workers: int | None = None) -> Engine:
     ``workers`` are processes with one thread each; 0 works in this process, None takes one per core. The number changes
     the speed and never the result. Any device but the CPU works in this process.
     """
-    if workers is not None and workers < 0:
-        raise GradalignError(f"workers must be 0 (in this process) or more, got {workers}")
     if torch.device(setup.device).type != "cpu" or workers == 0:
         return InProcessEngine(setup)
     if multiprocessing.current_process().daemon:

@@ -103,7 +103,8 @@ class FlowerEngine(Engine):
         """
         for client, weight in ((one.client, one.weight) for one in who if one.client in replies):
             try:
-                if self.federation.by_examples and self._asks_weight(client):
+                unknown = self._weight_key != messages.EXAMPLES or client not in self.roster.told
+                if self.federation.by_examples and unknown:
                     self.roster.sizes[client] = size = messages.read_size(replies[client], self._weight_key)
                     weight = size if told.mean is None else weight
                 elif math.isnan(weight):  # it was sampled before it was asked
@@ -111,9 +112,6 @@ class FlowerEngine(Engine):
                 yield read(replies[client], told.point, client, weight)
             except BadReplyError as error:
                 self._leave_out(client, str(error))
-
-    def _asks_weight(self, client: int) -> bool:
-        return self._weight_key != messages.EXAMPLES or client not in self.roster.told
 
     def gradients(self, told: Broadcast, who: Sequence[Participant]) -> Iterator[Gradient]:
         """Yield ∇f_i(x) of every client that answers; one that did so at this point is not asked again."""

@@ -155,7 +155,7 @@ class OneTrip(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send s and the algorithm along."""
-        more = self._teller.tell(server_round - 1, {name: messages.to_tensor(array) for name, array in arrays.items()})
+        more = self._teller.tell(server_round - 1, arrays.to_torch_state_dict())
         return self.strategy.configure_train(server_round, arrays, ConfigRecord({**config, **more}), grid)
 
     def aggregate_train(

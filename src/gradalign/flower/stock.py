@@ -30,7 +30,7 @@ from gradalign.flower import messages
 from gradalign.flower.client import Door, tell_partition
 from gradalign.flower.client_round import ClientRound
 from gradalign.flower.layout import Layout, Named
-from gradalign.flower.messages import CONFIG, EXAMPLES, LAYOUT, NAMES, ORDER, SEEN, SHARED, TOTAL_STEP_SIZE, to_array
+from gradalign.flower.messages import CONFIG, EXAMPLES, LAYOUT, NAMES, ORDER, SEEN, SHARED, TOTAL_STEP_SIZE
 from gradalign.flower.own_loop import add_up, settings_unread
 from gradalign.flower.steps import Steps
 
@@ -92,7 +92,7 @@ class _Adapter:
         layout, keys = Layout.decode(str(config[LAYOUT])), str(config[messages.KEYS]).split()
 
         def show(arrays: Named) -> Message:
-            return messages.in_place_of(message, RecordDict({keys[0]: _record(arrays), keys[1]: _users(config)}))
+            return messages.in_place_of(message, RecordDict({keys[0]: ArrayRecord(arrays), keys[1]: _users(config)}))
 
         vectors = work.told.point._asdict() | work.rest
         return work, _Round(layout, vectors, work.told, work.who, show, work.gradient)
@@ -126,7 +126,7 @@ class _Adapter:
         order, content = messages.Order.of(message), message.content
         key, record = next(iter(content.array_records.items()))
         place, config = next((name, one) for name, one in content.config_records.items() if ORDER in one)
-        sent = _tensors(record)
+        sent = record.to_torch_state_dict()
         names = str(config[NAMES]).split("\n")
         layout, x = Layout.of_arrays(sent, names), torch.cat([sent[name].reshape(-1) for name in names])
         algorithm = messages.algorithm_of(order, self._algorithms)
@@ -144,8 +144,8 @@ class _Adapter:
         )
 
         def show(arrays: Named) -> Message:
-            typed = {name: arrays[name].to(value.dtype) for name, value in sent.items()}
-            return messages.in_place_of(message, RecordDict({**content, key: _record(typed), place: _users(config)}))
+            typed = ArrayRecord({name: arrays[name].to(value.dtype) for name, value in sent.items()})
+            return messages.in_place_of(message, RecordDict({**content, key: typed, place: _users(config)}))
 
         vectors = {"x": x} | {f"rest.{name}": value for name, value in sent.items()}
         one = _Round(layout, vectors, told, Participant(client=order.client), show)
@@ -157,7 +157,8 @@ class _Adapter:
         # Where nothing was displaced, the app's own bits.
         vectors["x"] = torch.where(start == x, moved, x + (moved - start))
         named = layout.named(vectors)
-        reply.content[back] = _record({name: named[name].to(a) if name in names else a for name, a in after.items()})
+        returned = {name: named[name].to(a) if name in names else a for name, a in after.items()}
+        reply.content[back] = ArrayRecord(returned)
         numbers: Any = reply.content.config_records.get("fitres.metrics")  # of Flower's older kind
         numbers = next(iter(reply.content.metric_records.values()), {}) if numbers is None else numbers
         numbers[TOTAL_STEP_SIZE] = steps.total_step_size(order.local.weight_decay) if order.step_sizes else 0.0
@@ -212,18 +213,10 @@ class _Adapter:
         return start, reply, steps
 
 
-def _tensors(record: ArrayRecord) -> Named:
-    return {name: messages.to_tensor(array) for name, array in record.items()}
-
-
-def _record(arrays: Named) -> ArrayRecord:
-    return ArrayRecord({name: to_array(value) for name, value in arrays.items()})
-
-
 def _arrays(reply: Message) -> Named:
     if not reply.content.array_records:
         raise GradalignError("the app's reply to train has no arrays")
-    return _tensors(next(iter(reply.content.array_records.values())))
+    return next(iter(reply.content.array_records.values())).to_torch_state_dict()
 
 
 def _numbers(reply: Message) -> dict[str, Any]:
