@@ -104,8 +104,8 @@ def need(package: str, extra: str) -> Any:
         missing = package.partition(".")[0]
         if (error.name or "").partition(".")[0] != missing:
             raise
-        what, install = _NEEDED_FOR.get(extra, "this"), f"pip install 'gradalign[{extra}]'"
-        raise GradalignError(f"{what} needs the package {missing}; install it with: {install}") from None
+        install = f"pip install 'gradalign[{extra}]'"
+        raise GradalignError(f"{_NEEDED_FOR[extra]} needs the package {missing}; install it with: {install}") from None
 
 
 def flag(name: str, value: Any) -> bool:

@@ -13,7 +13,7 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -220,7 +220,7 @@ class DistributedEngine(Engine):
         except GradalignError as error:
             self.wire.say((False, asdict(Failure.of(error))), 0)
             return
-        numbers = {} if reply is None else {one.name: getattr(reply, one.name) for one in fields(reply)}
+        numbers = {} if reply is None else dict(vars(reply))
         vectors = [numbers.pop(name) for name in ("vector", "floats", "ints") if name in numbers]
         if isinstance(reply, Score):
             numbers["predictions"] = len(reply.predictions)

@@ -104,8 +104,7 @@ class _Adapter:
         if reply.has_error():
             return reply
         work.told, work.gradient = one.told, one.gradient
-        exchanged = {name: vector for name, vector in one.vectors.items() if not name.startswith("rest.")}
-        after = one.layout.flat(_arrays(reply), exchanged)
+        after = one.layout.flat(_arrays(reply), work.told.point._asdict())
         after["update"] = after.pop("x") - start
         local = work.order.local
         unseen = work.told.algorithm.reports and not steps.count  # then β would stay 0 without a word

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -250,7 +250,7 @@ class AlignedStrategy:
             federation, lambda: engine, spec, num_rounds, self.measure, self._where, _log_row, on_round=self._on_round
         )
         return AlignedResult(
-            **{one.name: getattr(done, one.name) for one in fields(done)},
+            **vars(done),
             arrays=as_arrays(done.model, FlatModel(done.model).read()),
             **hearing.records(),
         )
