@@ -195,6 +195,14 @@ def test_what_is_left_out_is_told(table):
     assert len(few("\n".join(["who,y,x,void,number", *lines]), min_rows=1).clients) == 3
 
 
+def test_whole_numbers_that_are_all_different_are_an_id_when_they_are_dense_or_huge_or_called_so():
+    columns = {"dense": lambda i: (7 * i) % 80, "huge": lambda i: 10**10 + 1000 * i * i, "wide": lambda i: 100 * i * i,
+               "wide_id": lambda i: 100 * i * i}  # fmt: skip
+    lines = [f"{'ab'[i % 2]},{i % 3}," + ",".join(str(of(i)) for of in columns.values()) for i in range(80)]
+    left_out = few("\n".join([f"who,y,{','.join(columns)}", *lines])).facts["left out"]
+    assert [name for name in columns if f"{name} (an id" in left_out] == ["dense", "huge", "wide_id"]
+
+
 def test_parquet_and_other_marks_give_the_same(table):
     from pyarrow import csv, parquet
 
