@@ -251,7 +251,7 @@ def test_what_is_sampling_noise_in_the_distance_is_not_aligned(own, noise, examp
     ids=lambda given: getattr(given, "label", ""),
 )
 def test_half_of_the_measuring_rounds_take_half_of_the_gradient_examples(algorithm, spent):
-    """Four clients, two steps of three examples each: 24 a round; gradients of six examples cost 24 more, of half 12."""
+    """Four clients, two steps of three examples each: 24 a round; gradients of six cost 24 more, of half 12."""
     features, labels = torch.randn(40, 3), torch.arange(40) % 2
     clients = ga.PartitionedClients((features, labels), torch.arange(40).view(4, 10))
     task = ga.Task(model=lambda: nn.Linear(3, 2), clients=clients)
