@@ -62,7 +62,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "client/exchange": (*ROUNDS, "streams", "measuring", "evaluation", "resume_bits"),
     "client/step": ("algorithms", "local_optimizers", "reference", "fast_limits", "decay"),
     "client/trainer": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
-    "fast/__init__": ("together", "lockstep", "fast", "reference", "resume_bits", "streams"),
+    "fast/__init__": ("together", "lockstep", "fast", "evaluation", "reference", "resume_bits", "streams"),
     "fast/batches": TOGETHER,
     "fast/cohort": TOGETHER,
     "fast/eligible": ("together", "fast_limits", "lockstep", "same_function"),
