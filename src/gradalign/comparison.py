@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,7 @@ from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
 from gradalign.report.budgets import usual_target
 from gradalign.report.statistics import spread_of
-from gradalign.runs import (
-    CURVES,
-    METRICS,
-    SUMMARY,
-    safe_name,
-    write_json,
-)
+from gradalign.runs import CURVES, METRICS, SUMMARY, safe_name, write_json
 from gradalign.runs.compared import comparison_folder
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.measure import Row, rounds_to, versions
@@ -96,16 +90,14 @@ def _task_of(one: Planned, made: dict[str, Task]) -> Task:
     return made[key]
 
 
-@contextmanager
-def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) -> Iterator[None]:
+def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) -> AbstractContextManager[None]:
     """Hold a comparison's folder: refuse what is not ours to overwrite, and a second writer."""
     description = {
         "name": planned[0].spec.name,
         "algorithms": list(dict.fromkeys(one.entry for one in planned)),
         "seeds": sorted({one.seed for one in planned}),
     }
-    with comparison_folder(folder, description, resume=resume):
-        yield
+    return comparison_folder(folder, description, resume=resume)
 
 
 def run_comparison(

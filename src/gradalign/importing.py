@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradalign.errors import ClientError, GradalignError, no_exit, told
+from gradalign.errors import GradalignError, named_failure, told
 
 
 def is_outside(name: object) -> bool:
@@ -26,15 +26,11 @@ def imported(name: str, where: str, kind: str) -> Any:
         sys.path.insert(0, folder)
     if not module_name or not attribute:
         raise GradalignError(f'{where}: "{name}" is not package.module:{kind}')
-    try:
-        with no_exit(f"{where}: importing {module_name}"):
+    with named_failure(f"{where}: importing {module_name}"):
+        try:
             module = importlib.import_module(module_name)
-    except GradalignError:
-        raise
-    except ImportError as error:
-        raise GradalignError(f'{where}: cannot import "{module_name}": {told(error)}') from error
-    except Exception as error:
-        raise ClientError(f"{where}: importing {module_name} failed: {told(error)}") from error
+        except ImportError as error:
+            raise GradalignError(f'{where}: cannot import "{module_name}": {told(error)}') from error
     target = getattr(module, attribute, None)
     if target is None:
         raise GradalignError(f'{where}: the module {module_name} has no "{attribute}"')

@@ -11,7 +11,7 @@ from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
-from gradalign.errors import ClientError, GradalignError, no_exit, told
+from gradalign.errors import GradalignError, named_failure
 from gradalign.importing import imported, is_outside
 from gradalign.recipes.names import algorithm_keys, keys_of, parts_of, plain_name, rule_of, server_keys
 from gradalign.server.federation import Federation, make_federation, single_step
@@ -110,13 +110,9 @@ Made = TypeVar("Made", bound=Algorithm | ServerRule)
 
 def _made(kind: type[Made], given: Mapping[str, Any], where: str) -> Made:
     """Make an algorithm or a rule; values must be of their fields' types, ranges are the class's own to check."""
-    try:
+    with named_failure(f"{where}: {kind.__name__}", "could not be made"):  # it may be one of the user's own
         hints = get_type_hints(kind)
         return kind(**{key: _typed(value, hints[key], f"{where}.{key}") for key, value in given.items()})
-    except GradalignError:
-        raise
-    except Exception as error:  # one of the user's own
-        raise ClientError(f"{where}: {kind.__name__} could not be made: {told(error)}") from error
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
@@ -165,13 +161,8 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
         raise GradalignError(f"task.{unknown[0]} is not a setting of the task {name}; known here: {known}")
     if "seed" in parameters or takes_all:
         options["seed"] = seed
-    try:
-        with no_exit(f"the task {name}"):
-            task = make(**options)
-    except GradalignError:
-        raise
-    except Exception as error:
-        raise ClientError(f"the task {name} could not be made: {told(error)}") from error
+    with named_failure(f"the task {name}", "could not be made"):
+        task = make(**options)
     if not isinstance(task, Task):
         raise GradalignError(f"{name} must return a gradalign.Task, got {type(task).__name__}")
     return task

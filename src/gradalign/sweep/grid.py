@@ -9,12 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pydantic import ValidationError
-
 from gradalign.errors import GradalignError
 from gradalign.recipes import merge
 from gradalign.recipes.names import accepted_parameters, parts_of
-from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, explain
+from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, checked
 
 Value = float | int | str
 Point = dict[str, Value]
@@ -60,11 +58,8 @@ def parse_grid(words: Iterable[str]) -> Lists:
         if name in lists:
             raise GradalignError(f"--grid {name} is given twice; put all its values into one list")
         lists[name] = [_number(name, value) for value in values]
-    try:
-        checked = SweepSpec.model_validate(lists)
-    except ValidationError as error:
-        raise explain(error, "--grid", SweepSpec) from None
-    return {name: _distinct(getattr(checked, name)) for name in lists}
+    section = checked(SweepSpec, lists, "--grid")
+    return {name: _distinct(getattr(section, name)) for name in lists}
 
 
 def _number(name: str, text: str) -> Value:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import optuna
-from pydantic import ValidationError
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError
@@ -16,7 +15,7 @@ from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.names import unused_changes
 from gradalign.recipes.scale import apply_scale, lay_over
-from gradalign.recipes.spec import Spec, SweepSpec, explain, validate
+from gradalign.recipes.spec import Spec, SweepSpec, checked, validate
 from gradalign.runs import METRICS, safe_name
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.measure import TRAIN_COLUMNS, Measure, Row, require_measurable
@@ -108,10 +107,7 @@ def plan_sweep(
     ``chosen`` says how trials are stopped and finalists decided; None takes the recipe's [sweep] value, or the default.
     """
     defaults: dict[str, Any] = {"holdout": 0.1, "stop_after": 0.2, "margin": 0.2, "finalists": 3, "seeds": 3}
-    try:
-        SweepSpec.model_validate(chosen)
-    except ValidationError as error:
-        raise explain(error, "sweep", SweepSpec) from None
+    checked(SweepSpec, chosen, "sweep")
     for layer in (recipe.sweep.model_dump(include=set(defaults)), chosen):
         defaults |= {name: value for name, value in layer.items() if value is not None}
     own = recipe.spec()

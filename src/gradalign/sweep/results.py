@@ -20,18 +20,7 @@ from gradalign.runs import SUMMARY, write_json, write_toml, write_whole
 from gradalign.server.measure import versions
 from gradalign.sweep.grid import PLACES, Point, apply_point, describe_point, shown
 from gradalign.sweep.plan import SweepPlan, plain
-from gradalign.sweep.protocol import (
-    FINALISTS,
-    TEST,
-    TEST_BASELINE,
-    TEST_BETA,
-    Found,
-    Outcome,
-    Scoring,
-    best_of,
-    count_states,
-    scoring_of,
-)
+from gradalign.sweep.protocol import FINAL, Found, Outcome, Scoring, best_of, count_states, scoring_of
 from gradalign.sweep.verdict import compare_with_baseline, known
 
 if TYPE_CHECKING:
@@ -124,9 +113,7 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
 
 
 def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    searched = name not in (FINALISTS, TEST, TEST_BASELINE, TEST_BETA) and any(
-        one.score is not None for one in outcomes
-    )
+    searched = name not in FINAL and any(one.score is not None for one in outcomes)
     best = best_of(outcomes, name) if searched else None
     return {
         "name": name,
