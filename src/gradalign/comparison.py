@@ -13,7 +13,7 @@ from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
 from gradalign.recipes import Recipe
 from gradalign.recipes.build import build_federation, task_of
-from gradalign.recipes.names import unused_changes
+from gradalign.recipes.names import require_used
 from gradalign.recipes.paper import paper_note, paper_number
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
@@ -68,9 +68,7 @@ def plan_comparison(
     folders = {entry: folder / safe_name(entry) for entry in entries}
     if len({path.name.casefold() for path in folders.values()}) < len(entries):  # some systems see no other difference
         raise GradalignError("--algorithms has names that would share a folder; choose names that differ in letters")
-    unused = unused_changes(recipe, entries)
-    if unused:
-        raise GradalignError(f"--set {unused[0]}: none of {', '.join(entries)} has such a parameter")
+    require_used(recipe, entries)
     planned = [
         Planned(entry=entry, seed=seed, spec=recipe.spec_for(entry, seed), folder=folders[entry] / f"seed{seed}")
         for entry in entries
@@ -78,16 +76,8 @@ def plan_comparison(
     ]
     made: dict[str, Task] = {}
     for one in planned[::seeds] if check else ():  # one seed is enough to know that sizes and names fit
-        build_federation(one.spec, _task_of(one, made))
+        build_federation(one.spec, task_of(one.spec, made))
     return planned
-
-
-def _task_of(one: Planned, made: dict[str, Task]) -> Task:
-    """Return a run's task; algorithms of one seed share it: the same clients, read once."""
-    key = repr((one.seed, one.spec.task, one.spec.clients.holdout))
-    if key not in made:
-        made[key] = task_of(one.spec)
-    return made[key]
 
 
 def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) -> AbstractContextManager[None]:
@@ -110,18 +100,12 @@ def run_comparison(
         failure, summary = None, {}
         own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
         try:
-            summary = run_spec(one.spec, own, task=_task_of(one, made), on_row=partial(on_row, one)).summary
+            summary = run_spec(one.spec, own, task=task_of(one.spec, made), on_row=partial(on_row, one)).summary
         except DivergedError as error:
             failure = str(error)
         rows = read_metrics(one.folder) if (one.folder / METRICS).exists() else []
         finished.append(Finished(planned=one, rows=rows, summary=summary, failure=failure))
     return finished
-
-
-def spread(values: Sequence[float]) -> dict[str, float | None] | None:
-    """Return mean and sample standard deviation; one value alone has no deviation."""
-    found = spread_of(values)
-    return None if found is None else {"mean": found[0], "std": found[1]}
 
 
 def _by_entry(finished: Sequence[Finished]) -> dict[str, list[Finished]]:
@@ -191,10 +175,10 @@ def _entry_summary(name: str, runs: Sequence[Finished], on: str, target: float |
     by_client = [key for key in known if key.startswith(("final_clients_", "final_personalized_"))]
     return {
         "name": name,
-        **{score: spread(_known(runs, score)) for score in (*scores, *by_client)},
-        "communication_rounds_to_target": spread(counted),
+        **{score: spread_of(_known(runs, score)) for score in (*scores, *by_client)},
+        "communication_rounds_to_target": spread_of(counted),
         "reached_target": len(counted),
-        "final_r": spread(_known(runs, "final_r")),
+        "final_r": spread_of(_known(runs, "final_r")),
         "communication_rounds": max((run.rows[-1]["communication_rounds"] for run in runs if run.rows), default=0),
         "paper_test_accuracy": paper_number(spec, name),
         "settings": spec.to_dict(),

@@ -168,10 +168,17 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
     return task
 
 
-def task_of(spec: Spec) -> Task:
-    """Make the task that a spec describes, with its validation examples held out where the spec asks for it."""
-    task = build_task(spec.task.name, seed=spec.seed, options=spec.task.options())
-    return task if spec.clients.holdout is None else hold_out(task, spec.clients.holdout, spec.seed)
+def task_of(spec: Spec, made: dict[str, Task] | None = None) -> Task:
+    """Make the task that a spec describes, with its validation examples held out where the spec asks for it.
+
+    Runs that share what was ``made`` share their tasks where seed and data are the same: the clients are read once.
+    """
+    made = {} if made is None else made
+    key = repr((spec.seed, spec.task, spec.clients.holdout))
+    if key not in made:
+        task = build_task(spec.task.name, seed=spec.seed, options=spec.task.options())
+        made[key] = task if spec.clients.holdout is None else hold_out(task, spec.clients.holdout, spec.seed)
+    return made[key]
 
 
 def build_federation(spec: Spec, task: Task | None = None) -> Federation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,6 +12,7 @@ from gradalign.errors import GradalignError
 from gradalign.recipes import merge
 from gradalign.recipes.names import accepted_parameters, parts_of
 from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, checked
+from gradalign.report.experiments import shown_value
 
 Value = float | int | str
 Point = dict[str, Value]
@@ -157,9 +157,4 @@ def fine_values(best: float, coarse: Sequence[float]) -> list[float]:
 
 
 def describe_point(point: Mapping[str, Value]) -> str:
-    return ", ".join(f"{name} {shown(value)}" for name, value in point.items())
-
-
-def shown(value: Any) -> str:
-    """Return a value as people write it."""
-    return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+    return ", ".join(f"{name} {shown_value(value)}" for name, value in point.items())
