@@ -57,7 +57,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "algorithms/rules": ("server", "constants", "bounds", "own_algorithm", "reference"),
     "algorithms/schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
     "algorithms/view": ROUNDS,
-    "reproduce/verdicts": ("verdicts",),
+    "reproduce/verdicts": ("verdicts", "reproduce"),
     "client/__init__": ("constants", "bounds", "local", "local_optimizers", "reference"),
     "client/exchange": (*ROUNDS, "streams", "measuring", "resume_bits"),
     "client/step": ("algorithms", "local_optimizers", "reference", "fast_limits", "decay"),

@@ -11,10 +11,9 @@ from typing import Any
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
-from gradalign.recipes import Recipe
+from gradalign.recipes import Recipe, paper_note, paper_number
 from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.names import require_used
-from gradalign.recipes.paper import paper_note, paper_number
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages

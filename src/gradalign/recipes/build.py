@@ -12,8 +12,8 @@ from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
 from gradalign.errors import GradalignError, named_failure
-from gradalign.importing import imported, is_outside
 from gradalign.recipes.names import algorithm_keys, keys_of, parts_of, plain_name, rule_of, server_keys
+from gradalign.recipes.trust import imported, is_outside
 from gradalign.server.federation import Federation, make_federation, single_step
 from gradalign.server.measure import Measure, require_measurable
 from gradalign.tasks.digits import digits

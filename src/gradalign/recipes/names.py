@@ -11,7 +11,7 @@ from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.rules import ServerRule, known_rules
 from gradalign.errors import GradalignError
-from gradalign.importing import imported, is_outside
+from gradalign.recipes.trust import imported, is_outside
 
 if TYPE_CHECKING:
     from gradalign.recipes import Recipe

@@ -16,8 +16,7 @@ from gradalign.recipes.spec import checked
 from gradalign.report import write_report
 from gradalign.report.statistics import spread_of
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
-from gradalign.reproduce.tables import beside_baseline, markdown
-from gradalign.reproduce.verdicts import verdict_row
+from gradalign.reproduce.verdicts import beside_baseline, markdown, verdict_row
 from gradalign.runs import METRICS, REPORT, SUMMARY, safe_name, write_json, write_toml, write_whole
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Run, gather
