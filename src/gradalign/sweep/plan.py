@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 
@@ -26,7 +26,6 @@ from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, 
 from gradalign.sweep.protocol import Search, State, baseline_of
 from gradalign.tasks.task import Task, with_metrics
 
-Scored = Literal["validation", "test"]
 _DEFAULT_TRIALS = 40
 _SCORES = 20  # validation scores in a trial: often enough that one lies near the round where trials may end early
 
@@ -189,7 +188,7 @@ class TrialRunner:
 
         With a trial given, it may be ended early.
         """
-        scored: Scored = "test" if spec.clients.holdout is None else "validation"
+        scored = "test" if spec.clients.holdout is None else "validation"
         threshold = self._stop_after * spec.rounds
         checked = trial is None
 
