@@ -170,8 +170,17 @@ def mistakes() -> dict[str, str]:
         nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
         opt.step()
 
+    def weighed_by_rank(first: bool) -> None:
+        opt.zero_grad()
+        for place in (0, 1):
+            loss_of(model, x, y).backward()
+            opt.collect(weight=1.0 + dist.get_rank() * (first == (place == 0)))
+        opt.displace()
+
     return {
         "weights": said(lambda: verbs(opt, model, parts, "")),
+        "first weight": said(lambda: weighed_by_rank(first=True)),
+        "last weight": said(lambda: weighed_by_rank(first=False)),
         "counts": said(lambda: opt.step(lambda x, y: loss_of(model, x, y), x, y, parts=2 + dist.get_rank())),
         "alone": said(lambda: other.step(lambda: loss_of(model, x, y))),
         "clipped": said(clipped_by_torch),

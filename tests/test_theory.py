@@ -3,6 +3,7 @@
 import json
 import math
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -344,6 +345,9 @@ def test_verify_draws(run_cli, tmp_path):
     assert run_cli("--plot", str(path)).exit_code == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     plot_checks(some_checks(False), tmp_path / "failed.svg")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot_checks(some_checks(False), tmp_path / "named.svg")
+    assert ">predicted slope<" in (tmp_path / "named.svg").read_text()
 
 
 @pytest.mark.parametrize("name", ["theory.xyz", "nowhere/theory.png"])
