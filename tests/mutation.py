@@ -55,7 +55,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "algorithms/auto": ("alignment", "constants"),
     "algorithms/plan": (*ROUNDS, "alignment"),
     "algorithms/rules": ("server", "constants", "bounds", "own_algorithm", "reference"),
-    "algorithms/schedule": ("schedule", "shares", "bounds", "constants", "algorithms"),
+    "algorithms/schedule": ("schedule", "shares", "bounds", "constants", "algorithms", "optim_loops"),
     "algorithms/view": ROUNDS,
     "reproduce/verdicts": ("verdicts", "reproduce"),
     "client/__init__": ("constants", "bounds", "local", "local_optimizers", "reference"),
