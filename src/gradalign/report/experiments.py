@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import shown_text
-from gradalign.recipes.paper import is_papers_problem
+from gradalign.recipes import is_papers_problem
 from gradalign.runs.read import Run, canonical
 from gradalign.runs.untrusted import HeldClassCounts, number_of
 
