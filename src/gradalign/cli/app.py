@@ -13,8 +13,7 @@ from typer import Argument, Option
 from gradalign import __version__
 from gradalign.cli import common, output_is_lost, theory
 from gradalign.cli.algorithms import algorithms as list_algorithms
-from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
-from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
+from gradalign.cli.common import NO_TABLE, AsJson, DataDir, RecipeDevice, Settings, TableOptions, TrustTask, UserTask
 from gradalign.cli.data import data_app
 from gradalign.cli.reproduce import reproduce
 from gradalign.cli.sweep import sweep
@@ -41,14 +40,14 @@ def _before_all(
     version: bool = Option(False, "--version", help="Print the version and leave.", is_eager=True),
     debug: bool = Option(False, "--debug", help="Show the traceback of an error, too; may stand anywhere."),
 ) -> None:
-    common.show_tracebacks(debug)
+    common.Shown.tracebacks = debug
     if version:
         print(f"gradalign {__version__}")
         raise typer.Exit
 
 
 @app.command()
-@takes_table
+@common.takes_table
 def run(
     recipe: Annotated[str | None, Argument(help="A recipe file, or the name of a shipped recipe: digits, …")] = None,
     settings: Settings = None,
@@ -78,7 +77,7 @@ def run(
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
 
-        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
+        loaded = common.load(recipe, settings, seed, task, table, trust_task=trust_task)
         spec = loaded.spec()
         folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
         common.advise_resume(folder, resume=resume)
@@ -103,7 +102,7 @@ def run(
 
 
 @app.command()
-@takes_table
+@common.takes_table
 def compare(
     recipe: str | None = Argument(None, help="A recipe file or a shipped recipe's name (default: digits)."),
     algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,fedavg."),
@@ -133,7 +132,7 @@ def compare(
         from gradalign.tasks.storage import using_data_folder
         from gradalign.tracking.progress import rounds_bar
 
-        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task, default="digits")
+        loaded = common.load(recipe, settings, seed, task, table, trust_task=trust_task, default="digits")
         entries = loaded.compare.algorithms
         if algorithms is not None:
             entries = [name.strip() for name in algorithms.split(",")]

@@ -10,13 +10,12 @@ from rich.console import Console
 from typer import Argument, Option
 
 from gradalign.cli import common
-from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
-from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
+from gradalign.cli.common import NO_TABLE, AsJson, DataDir, RecipeDevice, Settings, TableOptions, TrustTask, UserTask
 from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
 
 
-@takes_table
+@common.takes_table
 def sweep(
     recipe: Annotated[str | None, Argument(help="A recipe file or a shipped recipe's name.")] = None,
     algorithm: str | None = Option(None, help="What to tune, e.g. fedga or fedprox (default: the recipe's)."),
@@ -67,7 +66,7 @@ def sweep(
         from gradalign.sweep.plan import plan_sweep
         from gradalign.tasks.storage import using_data_folder
 
-        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
+        loaded = common.load(recipe, settings, seed, task, table, trust_task=trust_task)
         options = RunOptions(
             device=device or loaded.device,
             workers=workers,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -14,17 +14,21 @@ from rich.table import Table
 from typer import Argument, Option
 
 from gradalign.cli.common import (
+    NO_TABLE,
     AsJson,
     Device,
+    TableOptions,
     TaskSettings,
     TrustTask,
+    load,
     plain,
     plain_errors,
     print_json,
     print_line,
     print_table,
+    takes_table,
 )
-from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table, task_and_options
+from gradalign.errors import GradalignError
 
 if TYPE_CHECKING:
     from gradalign.client import LocalTraining
@@ -35,11 +39,11 @@ if TYPE_CHECKING:
 Seed = Annotated[int, Option(min=0, help="The seed of everything random.")]
 
 
-def _task(name: str, seed: int, settings: Sequence[str] = (), own: Mapping[str, Any] | None = None) -> Task:
+def _task(name: str, seed: int, settings: Sequence[str] = ()) -> Task:
     from gradalign.recipes import parse_settings
     from gradalign.recipes.build import build_task
 
-    return build_task(name, seed=seed, options={**(own or {}), **parse_settings(settings)})
+    return build_task(name, seed=seed, options=parse_settings(settings))
 
 
 def _mark(check: Check, text: str) -> str:
@@ -157,8 +161,9 @@ def _subject(
     from gradalign.recipes.spec import Section, Spec
 
     if name is not None and name not in shipped_recipes() and Path(name).suffix != ".toml" and not Path(name).is_file():
-        task, own_options = task_and_options(name, table)
-        return _task(task, seed or 0, settings, own_options), None, seed or 0
+        if table.task() is not None:
+            raise GradalignError("a task and --csv both say what to diagnose; give one of them")
+        return _task(name, seed or 0, settings), None, seed or 0
     words = [word.partition("=")[0].strip() for word in settings]
     tables = {name for name, field in Spec.model_fields.items() if isinstance(field.default, Section)}
     of_the_run = {"scale", *Spec.model_fields} - tables  # rounds=3; but clients=3 is about the task
