@@ -92,10 +92,9 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "theory/check": THEORY,
     "theory/claims": THEORY,
     "theory/descent": THEORY,
-    "theory/family": THEORY,
     "theory/probe": ("probe", "bounds", "measuring", "weights", "evaluation"),
     "theory/problems": THEORY,
-    "theory/whole": ("checks",),
+    "theory/rounds": THEORY,
 }
 
 # Replacements that a tired person might write; most others of cosmic-ray's fail at once for want of a meaning.
