@@ -68,7 +68,6 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "fast/eligible": ("together", "fast_limits", "lockstep"),
     "fast/linear": ("fast_limits", "fast", "lockstep", "same_function", "reference"),
     "fast/lockstep": ("fast_limits", "lockstep", "reference"),
-    "fast/products": TOGETHER,
     "fast/spectrum": ("spectrum",),
     "fast/stacks": ("same_function", "fast"),
     "optim/closures": OPTIM,
