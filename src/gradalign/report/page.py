@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -18,6 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from gradalign import __version__
@@ -64,7 +64,7 @@ def page_bytes(
         skipped=skipped,
         verdicts=verdicts,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
-        data=embedded(data),
+        data=htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         library=library,
         script=script,
     )
@@ -109,12 +109,6 @@ def _policy(*scripts: str) -> str:
 def _heading(experiments: Sequence[Experiment]) -> str:
     names = list(dict.fromkeys(experiment.name for experiment in experiments))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def embedded(data: Any) -> str:
-    """Return JSON that may stand in a script element: nothing in it can end the element or a line."""
-    code = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return code.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _experiment_data(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
