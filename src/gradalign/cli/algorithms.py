@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument
 
-from gradalign.cli.common import AsJson, plain, plain_errors, print_json, print_line
+from gradalign.cli.common import AsJson, plain, plain_errors, print_line, print_result
 
 if TYPE_CHECKING:
     from gradalign.recipes.names import Kind
@@ -75,10 +75,7 @@ def algorithms(
     """List the algorithms and the server's rules: what they do, what they cost, their settings."""
     with plain_errors():
         found = describe_algorithms(names or ())
-        if as_json:
-            print_json({"algorithms": found})
-        else:
-            _print(Console(), found)
+        print_result(as_json, {"algorithms": found}, _print, found)
 
 
 def _print(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -95,10 +95,8 @@ def run(
             result = run_spec(spec, options)
         if result.folder is None:  # one of the ranks that worked for rank 0
             return
-        if as_json:
-            common.print_json(result.summary | {"folder": str(folder)})
-        else:
-            print_summary(Console(), result.summary, folder)
+        told = result.summary | {"folder": str(folder)}
+        common.print_result(as_json, told, print_summary, result.summary, folder)
 
 
 @app.command()
@@ -158,10 +156,8 @@ def compare(
                     )
                 summary = write_comparison(folder, finished, loaded.compare.curves)
                 page = write_report([folder], folder / REPORT)
-        if as_json:
-            common.print_json(summary | {"folder": str(folder), "report": str(page)})
-        else:
-            print_comparison(Console(), summary, folder)
+        told = summary | {"folder": str(folder), "report": str(page)}
+        common.print_result(as_json, told, print_comparison, summary, folder)
         failures = [f"{run.planned.entry}, seed {run.planned.seed}: {run.failure}" for run in finished if run.failure]
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
@@ -176,10 +172,7 @@ def tasks(as_json: AsJson = False) -> None:
         from gradalign.recipes import shipped_recipes
 
         found, recipes = describe_tasks(), list(shipped_recipes())
-        if as_json:
-            common.print_json({"tasks": found, "recipes": recipes})
-        else:
-            print_tasks(Console(), found, recipes)
+        common.print_result(as_json, {"tasks": found, "recipes": recipes}, print_tasks, found, recipes)
 
 
 @app.command()
@@ -191,10 +184,7 @@ def show(
         from gradalign.cli.tables import load_shown, print_shown
 
         shown = load_shown(folder)
-        if as_json:
-            common.print_json(shown)
-        else:
-            print_shown(Console(), shown, folder)
+        common.print_result(as_json, shown, print_shown, shown, folder)
 
 
 for command in (list_algorithms, reproduce, sweep, theory.verify, theory.diagnose):

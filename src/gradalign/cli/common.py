@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
 from rich.console import Console
@@ -33,6 +33,7 @@ from gradalign.runs import COMPARISON, SPEC, SWEEP
 if TYPE_CHECKING:
     from gradalign.recipes import Recipe
 
+P = ParamSpec("P")
 Settings = Annotated[
     list[str] | None,
     Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
@@ -248,6 +249,16 @@ def print_json(data: Any) -> None:
     """Print for programs; what a terminal could obey is written as JSON's escapes, and what is not finite as null."""
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, default=str, allow_nan=False)
     print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))
+
+
+def print_result(
+    as_json: bool, data: Any, show: Callable[Concatenate[Console, P], None], *shown: P.args, **options: P.kwargs
+) -> None:
+    """Print data for programs, or show people what ``show`` makes of the rest."""
+    if as_json:
+        print_json(data)
+    else:
+        show(Console(), *shown, **options)
 
 
 def _finite(value: Any) -> Any:

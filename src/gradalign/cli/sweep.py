@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
 from typer import Argument, Option
 
 from gradalign.cli import common
@@ -90,7 +89,4 @@ def sweep(
             folder = output_folder(out, f"sweep-{plan.name}", resume=resume)
             common.advise_resume(folder, resume=True)  # as the same command does, unasked
             summary = run_sweep(plan, folder, options, storage=storage, study=study, show=sys.stderr.isatty())
-        if as_json:
-            common.print_json(summary)
-        else:
-            print_sweep(Console(), summary, folder)
+        common.print_result(as_json, summary, print_sweep, summary, folder)
