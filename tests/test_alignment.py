@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import nn
 
 import gradalign as ga
 from conftest import Quadratics, vector
@@ -235,6 +236,28 @@ def test_what_is_sampling_noise_in_the_distance_is_not_aligned(own, noise, examp
     assert own_share(numbers) == pytest.approx(own / whole, abs=1e-6)
     assert beta_of(9e9, numbers, 0.1) == pytest.approx(0.05 * own / whole, abs=1e-6)
     assert own_share(after(whole, {}, sample=(examples, everyone))) == 1.0, "nothing to compare with"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "spent"),
+    [
+        (ga.FedGA(beta="auto", length=0.5, mean="running"), [24, 36, 48, 48, 36, 36, 48]),  # no s in the first round
+        (ga.FedGA(beta="auto", length=0.5, mean="running") + ga.FedProx(mu=0.1), [24, 36, 48, 48, 36, 36, 48]),
+        (ga.FedGA(beta="auto", length=0.5, mean="fresh"), [36, 48, 48, 36, 36, 48, 48]),
+        (ga.FedGA(beta="auto", length=0.5, mean="fresh") + ga.Scaffold(), [48] * 7),  # not SCAFFOLD's to pay
+        (ga.FedGA(beta=0.1, mean="fresh"), [48] * 7),
+        (ga.FedGA(beta="auto", length=0.5, mean="kept"), [24] * 7),
+    ],
+    ids=lambda given: getattr(given, "label", ""),
+)
+def test_half_of_the_measuring_rounds_take_half_of_the_gradient_examples(algorithm, spent):
+    """Four clients, two steps of three examples each: 24 a round; gradients of six cost 24 more, of half 12."""
+    features, labels = torch.randn(40, 3), torch.arange(40) % 2
+    clients = ga.PartitionedClients((features, labels), torch.arange(40).view(4, 10))
+    task = ga.Task(model=lambda: nn.Linear(3, 2), clients=clients)
+    local = ga.LocalTraining(lr=0.1, steps=2, batch_size=3, gradient_examples=6)
+    found = ga.run(task, algorithm, rounds=7, local=local, workers=0, measure=UNMEASURED).history["examples"]
+    assert [after - before for before, after in itertools.pairwise(found)] == spent
 
 
 def test_a_share_stays_within_none_and_all_and_is_all_where_samples_are_not_known():

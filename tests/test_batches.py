@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import gradalign as ga
-from gradalign.tasks.batches import Examples, batch_length, join_batches, map_tensors, take_examples
+from gradalign.tasks.batches import Examples, batch_length, example_count, join_batches, map_tensors, take_examples
 from gradalign.tasks.holdout import hold_out
 from gradalign.theory.diagnose import diagnose
 from gradalign.theory.problems import Calculus
@@ -114,6 +114,12 @@ def test_named_tuples_keep_their_names(client):
     ga.run(hold_out(task, 0.25), ga.FedAvg(), rounds=1, workers=0)
     diagnose(task)
     assert set(seen) == {Pair}
+
+
+@pytest.mark.parametrize("data", [(torch.tensor(1.0), torch.tensor(2.0)), (torch.ones(3), torch.tensor(2.0))])
+def test_a_client_of_single_numbers_is_refused_in_one_sentence(data):
+    with pytest.raises(ga.GradalignError):
+        example_count(data)
 
 
 def test_what_cannot_be_joined_is_one_sentence():

@@ -11,6 +11,7 @@ import torch
 
 import gradalign as ga
 from gradalign.tasks.digits import digits
+from gradalign.tasks.divide import Division
 from gradalign.tasks.paper import CropAndFlip, Normalise, cifar10, cifar100, emnist_cnn, lenet
 
 
@@ -50,6 +51,13 @@ def test_defaults_of_algorithms(made, values):
 def test_the_length_that_auto_has_where_none_is_given():
     """docs/beta.md says where it comes from."""
     assert ga.FedGA(beta="auto", mean="fresh").length == ga.OffUntil(value=0.5, share=0.1)
+
+
+def test_defaults_of_a_division():
+    """At random; by classes one class each, and nothing of it at random; Dirichlet with 0.5, as in most papers."""
+    one = Division(clients=3)
+    assert (one.partition, one.classes_per_client, one.iid_share, one.alpha) == ("iid", 1, 0.0, 0.5)
+    assert (one.client_share, one.data_share) == (1.0, 1.0)
 
 
 def test_defaults_of_local_training():

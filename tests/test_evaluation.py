@@ -67,6 +67,16 @@ def test_training_scores_of_large_clients(sizes):
     assert result.history["train_accuracy"][0] == pytest.approx(sum(right for _, right in each) / len(each), rel=1e-12)
 
 
+def test_wrong_everywhere_is_an_accuracy_of_zero():
+    """Of a client in pieces, and of the test set."""
+    task = task_of((701, 50), 700, moody=False)
+    with torch.no_grad():
+        pairs = [(inputs, task.model(inputs).argmin(dim=1)) for inputs, _ in (*task.clients, task.test)]
+    wrong = ga.Task(model=task.model, clients=pairs[:2], test=pairs[2])
+    row = ga.run(wrong, ga.FedAvg(), rounds=1, local=LOCAL, workers=0, measure=ga.Measure(train_every=1)).history
+    assert (row["train_accuracy"][0], row["test_accuracy"][0]) == (0.0, 0.0)
+
+
 def test_communication_to_a_target_counts_both_phases():
     task = task_of((60, 40), 200, moody=False)
     plain = ga.run(task, ga.FedGA(beta=0.1), rounds=6, local=LOCAL, workers=0)

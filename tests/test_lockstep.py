@@ -178,6 +178,7 @@ def test_what_cannot_go_in_lockstep_takes_the_per_client_path():
     assert model_of(task_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(432, 5)))) is None
     assert model_of(task_of(wide, loss=nn.CrossEntropyLoss(label_smoothing=0.1))) is None
     assert model_of(task_of(wide, augment=lambda batch: batch)) is None
+    assert model_of(task_of(lambda: nn.Sequential(nn.Conv2d(3, 5, 12), nn.Flatten()))) is None, "nothing is a product"
     assert group_of(task_of(wide), LOCAL, clients_per_round=10).lockstep is None, "a few clients train one by one"
     assert group_of(task_of(wide), LOCAL, clients_per_round=28, fast=False).lockstep is None
     large = group_of(task_of(wide, sizes=(1500,)), LOCAL, clients_per_round=28)

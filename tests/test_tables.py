@@ -16,7 +16,8 @@ from sklearn.preprocessing import StandardScaler
 import gradalign as ga
 from conftest import vector
 from gradalign.errors import GradalignError
-from gradalign.tasks.encode import moments
+from gradalign.tasks.columns import Column
+from gradalign.tasks.encode import encode, moments
 from hospitals import patients, write_csv
 from test_cli import call
 
@@ -195,8 +196,19 @@ def test_what_is_left_out_is_told(table):
     assert len(few("\n".join(["who,y,x,void,number", *lines]), min_rows=1).clients) == 3
 
 
+@pytest.mark.parametrize(
+    ("rows", "different", "kept"), [(80, 40, True), (80, 41, False), (200, 50, True), (200, 51, False)]
+)
+def test_texts_are_a_category_unless_more_than_half_are_different_or_there_are_too_many(rows, different, kept):
+    levels = tuple(f"word{level}" for level in range(different))
+    words = Column(name="words", values=np.arange(rows) % different + 0.0, levels=levels)
+    number = Column(name="number", values=np.arange(rows) / 3)
+    _, left_out = encode([words, number], [np.arange(rows)], None, [])
+    assert left_out == ({} if kept else {"words": f"{different} different texts"})
+
+
 def test_whole_numbers_that_are_all_different_are_an_id_when_they_are_dense_or_huge_or_called_so():
-    columns = {"dense": lambda i: (7 * i) % 80, "huge": lambda i: 10**10 + 1000 * i * i, "wide": lambda i: 100 * i * i,
+    columns = {"dense": lambda i: i + i // 2, "huge": lambda i: 10**10 + 1000 * i * i, "wide": lambda i: 100 * i * i,
                "wide_id": lambda i: 100 * i * i}  # fmt: skip
     lines = [f"{'ab'[i % 2]},{i % 3}," + ",".join(str(of(i)) for of in columns.values()) for i in range(80)]
     left_out = few("\n".join([f"who,y,{','.join(columns)}", *lines])).facts["left out"]
