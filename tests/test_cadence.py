@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,12 @@ counts = st.integers(1, 5000)
 
 def times_measured(rounds: int, every: int) -> int:
     return len({*range(0, rounds + 1, every), rounds})
+
+
+@pytest.mark.parametrize(("affordable", "every"), [(2, 100), (3, 50), (4, 34), (11, 10), (1000, 5)])
+def test_what_is_affordable_is_spread_over_the_run_with_its_start_and_end(affordable, every):
+    """Three measurements of 100 rounds are 0, 50 and 100; twenty points are the most that is wanted."""
+    assert spacing(100, 20, cost=2.0, budget=2.0 * affordable + 1.0) == every
 
 
 @given(rounds=counts, points=st.integers(1, 60), cost=st.floats(0.01, 1e6), budget=st.floats(0.0, 1e8))

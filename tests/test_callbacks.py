@@ -78,6 +78,15 @@ def test_an_error_in_the_function_is_named():
         run(on_round=lambda row: row.__setitem__("round", 0))
 
 
+@pytest.mark.parametrize(("name", "what"), [("train_loss", "train"), ("loss", "test")])
+def test_a_score_that_is_never_measured_is_refused(name, what):
+    measure, task = ga.Measure(monitor=name, **{f"{what}_every": 0}), blobs()
+    columns = ["train_loss", "test_loss", "test_accuracy"]
+    Monitor(measure, task).check(measure, task, columns)  # a run may follow what it has at its end
+    with pytest.raises(ga.GradalignError, match=f"is the score and never measured; set measure.{what}_every"):
+        Monitor(measure, task).check(measure, task, columns, score=True)
+
+
 def monitor_of(values: list[float | None], **measure) -> tuple[Monitor, list[bool], list[bool]]:
     """Feed a column of test losses; return the monitor, which rows were best so far, and where it would stop."""
     watched = Monitor(ga.Measure(monitor="loss", **measure), blobs())

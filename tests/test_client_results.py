@@ -27,7 +27,8 @@ from gradalign.engines.pool import PoolEngine
 from gradalign.recipes.build import build_task
 from gradalign.report import write_report
 from gradalign.runs.read import gather
-from gradalign.server.clients import ClientResults, spread_over_clients
+from gradalign.server.clients import ClientResults, score_clients, spread_over_clients
+from gradalign.server.federation import ServerState, make_federation
 from run_folders import spec_of, write_run
 
 LOCAL = ga.LocalTraining(lr=0.2, steps=3, weight_decay=0.01)
@@ -119,6 +120,25 @@ def test_clients_tune_with_the_learning_rate_of_the_last_round():
     final = task_of(model=result.model)
     for one in result.personalized:
         assert one.loss == pytest.approx(by_hand(final, one.client, tuned=True)[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(("rounds", "lr"), [(None, 0.02), (4, 0.02), (3, 0.1)])
+def test_clients_tune_as_in_the_round_to_come_or_else_the_last(rounds, lr):
+    """After three rounds lr is that of round 3, counted from 0, or of round 2 where the run has three."""
+    task, local = task_of(), ga.LocalTraining(lr=ga.Steps(value=0.1, at_rounds={3: 0.02}))
+    settings = {"per_round": None, "weights": "uniform", "dropout": 0.0, "seed": 0, "rounds": rounds}
+    federation = make_federation(task, combine(ga.FedAvg()), local, **settings)
+    told = []
+
+    class Listening(InProcessEngine):
+        def evaluate_clients(self, what, who, *, tuned=False):
+            told.append(what.lr)
+            return super().evaluate_clients(what, who, tuned=tuned)
+
+    engine = Listening(Setup(task=task, local=ga.LocalTraining(lr=0.1)))
+    state = ServerState(point=FlatModel(task.make_model(0)).read(), round=3)
+    score_clients(state, federation, ga.Measure(clients_every=1, personalized=True), engine, [0, 2])
+    assert told == [lr, lr]
 
 
 def test_measuring_clients_changes_no_training_and_no_other_number():

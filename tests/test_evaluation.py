@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradalign as ga
-from gradalign.comparison import choose_target
+from gradalign.report.budgets import target_of
+from gradalign.report.experiments import arrange
+from gradalign.runs.read import gather
 from gradalign.server.measure import rounds_to
+from run_folders import write_comparison
 
 LOCAL = ga.LocalTraining(lr=0.3, steps=2, batch_size=20)
 
@@ -108,17 +110,17 @@ def test_the_first_row_that_reaches_the_target_is_told():
     assert rounds_to([row(0, None, 0.2), row(3, None, 0.6)], 0.6) == 6
 
 
-def test_a_comparison_s_target_is_what_every_algorithm_can_reach():
+def test_a_comparison_s_target_is_what_every_algorithm_can_reach(tmp_path):
     """95 % of the lowest of the algorithms' best, not of the best of all."""
-    spec = SimpleNamespace(measure=SimpleNamespace(target_accuracy=None))
 
-    def run(entry: str, best: float):
-        return SimpleNamespace(planned=SimpleNamespace(spec=spec, entry=entry), summary={"best_test_accuracy": best})
+    def target(name: str, **changes) -> float | None:
+        # The algorithms' means over their seeds are 0.8, 0.6 and 0.7.
+        folder = write_comparison(tmp_path / name, {"a": [0.8], "b": [0.5, 0.7], "c": [0.7]}, **changes)
+        (experiment,) = arrange(gather([folder]).runs)
+        return target_of(experiment)
 
-    # The algorithms' means over their seeds are 0.8, 0.6 and 0.7.
-    assert choose_target([run("a", 0.8), run("b", 0.5), run("b", 0.7), run("c", 0.7)]) == pytest.approx(0.95 * 0.6)
-    spec.measure.target_accuracy = 0.3
-    assert choose_target([run("a", 0.8), run("b", 0.6)]) == 0.3
+    assert target("usual") == pytest.approx(0.95 * 0.6)
+    assert target("given", measure={"target_accuracy": 0.3}) == 0.3
 
 
 def test_costs_by_hand():

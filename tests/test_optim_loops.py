@@ -200,6 +200,16 @@ def test_a_part_without_its_second_backward_is_noticed():
     assert np.abs(model.end - by_hand([1.0] * 3, [0.3])).max() < 1e-14
 
 
+def test_a_step_leaves_no_hook_behind():
+    """Of a model without buffers too: a hook for all modules would slow down every model from then on."""
+    hooks, model = nn.modules.module._global_forward_pre_hooks, Point()
+    before, opt = len(hooks), wrapped(model, 0.3)
+    for _ in range(2):
+        verbs(opt, model, [1.0, 2.0, 3.0])
+        opt.step()
+        assert len(hooks) == before
+
+
 @pytest.mark.filterwarnings("ignore:step.. came without displace")
 @pytest.mark.parametrize("passes", ["displaced", "finished", "finished without displace"])
 def test_collecting_after_the_first_pass_is_refused(passes):

@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
+from torch import nn
 
+import gradalign as ga
 from test_distributed import torchrun
 from unequal_ranks import CASES, by_hand
 
@@ -99,3 +102,28 @@ def test_a_process_group_may_be_started_anew(reports):
     expected, _ = by_hand({}, 1)
     for report in reports:
         assert np.abs(np.array(report["again"]) - expected).max() < 1e-13
+
+
+def test_one_rank_may_collect_what_ddp_averaged(tmp_path):
+    """The mean over one rank is that rank's gradient: a job of one rank needs no no_sync()."""
+    parts = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0], [0.5, 1.0]])]
+    ends = []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", world_size=1, rank=0)
+    try:
+        for around in (nn.parallel.DistributedDataParallel, lambda model: model):
+            model = nn.Linear(2, 1, bias=False)
+            nn.init.constant_(model.weight, 0.5)
+            model = around(model)
+            opt = ga.GradAlign(torch.optim.SGD(model.parameters(), lr=0.1), beta=0.2, model=model)
+            for x in parts:
+                model(x).square().mean().backward()
+                opt.collect(weight=len(x))
+            for x in parts:
+                opt.displace()
+                model(x).square().mean().backward()
+            opt.step()
+            ends.append([p.detach().clone() for p in model.parameters()])
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert not torch.equal(ends[0][0], torch.full((1, 2), 0.5))

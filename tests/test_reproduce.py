@@ -16,13 +16,12 @@ import tomli_w
 
 from gradalign.comparison import Planned
 from gradalign.errors import GradalignError
+from gradalign.recipes import is_papers_problem
 from gradalign.recipes.build import build_algorithm
-from gradalign.recipes.paper import is_papers_problem
 from gradalign.report.statistics import difference
 from gradalign.reproduce.conduct import Reproduction, time_left
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, read_plan
-from gradalign.reproduce.tables import beside_baseline
-from gradalign.reproduce.verdicts import Claim, judge
+from gradalign.reproduce.verdicts import Claim, beside_baseline, judge
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
 from gradalign.server.runner import RunOptions

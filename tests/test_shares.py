@@ -14,7 +14,8 @@ from gradalign.algorithms.schedule import spanning, value_at
 from gradalign.recipes import load_recipe
 from gradalign.recipes.build import build_algorithm, build_local
 from gradalign.runs.metrics import read_metrics
-from gradalign.sweep.plan import trial_spec
+from gradalign.sweep.plan import SweepPlan
+from gradalign.sweep.protocol import Search
 from test_cli import call
 
 COSINE = """
@@ -132,7 +133,9 @@ def test_a_recipe_gives_shares(tmp_path):
 def test_schedules_in_rounds_follow_the_rounds(tmp_path, settings, rounds):
     """Forty rounds of cosine for forty rounds of training: whatever the rounds become, the cosine ends with them."""
     recipe = load_recipe(write(tmp_path), settings)
-    searched = trial_spec(recipe, "fedga", {"lr": 0.2}, 0, 0.1)
+    decided = {"seed": 0, "holdout": 0.1, "stop_after": 0.2, "margin": 0.2, "finalists": 1, "seeds": 1}
+    plan = SweepPlan(recipe=recipe, search=Search(entry="fedga", baseline=None, lists={}), **decided)
+    searched = plan.spec("fedga", {"lr": 0.2})
     for spec in (recipe.spec(), recipe.spec_for("fedga", 0), searched):
         assert spec.rounds == rounds
         assert lr_of(spec)(rounds) == 0.0

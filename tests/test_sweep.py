@@ -20,7 +20,7 @@ from optuna.trial import TrialState, create_trial
 from gradalign.errors import FolderInUseError, GradalignError, NotWrittenError
 from gradalign.recipes import load_recipe, shipped_recipes
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid
-from gradalign.sweep.plan import trial_spec
+from gradalign.sweep.plan import SweepPlan
 from gradalign.sweep.protocol import (
     BelowBestPruner,
     Outcome,
@@ -188,7 +188,9 @@ def test_lists_of_other_algorithms_and_of_the_command_line():
 def test_the_test_set_stops_no_run_and_keeps_no_model():
     given = ["measure.early_stopping.patience=2", "measure.keep_best=true", "clients.holdout=0.3"]
     recipe = load_recipe("digits", given)
-    searched, tested = (trial_spec(recipe, "fedga", {}, 0, holdout) for holdout in (0.1, None))
+    decided = {"seed": 0, "holdout": 0.1, "stop_after": 0.2, "margin": 0.2, "finalists": 1, "seeds": 1}
+    plan = SweepPlan(recipe=recipe, search=Search(entry="fedga", baseline=None, lists={}), **decided)
+    searched, tested = (plan.spec("fedga", {}, test=test) for test in (False, True))
     assert (searched.clients.holdout, searched.measure.early_stopping.patience) == (0.1, 2)
     assert searched.measure.keep_best
     assert (tested.clients.holdout, tested.measure.early_stopping, tested.measure.keep_best) == (None, None, False)

@@ -429,10 +429,7 @@ def test_ctrl_c_says_how_to_go_on():
         (("digits", "--storage", "sqlite:///other.db"), "not a sweep of gradalign's"),
         (("digits", "--out", "thesis"), "it has thesis.tex"),
         (("digits", "--out", "sweep"), "sweep holds another sweep: seed (1 there, 0 now)"),
-        (
-            ("digits", "--out", "former"),
-            "the sweep in former was begun by an earlier version; its trials' runs are kept",
-        ),
+        (("digits", "--out", "compared"), "compared holds a comparison, not a sweep; choose another --out"),
     ],
 )
 def test_bad_words_get_one_line_and_exit_code_2(words, message):
@@ -440,8 +437,8 @@ def test_bad_words_get_one_line_and_exit_code_2(words, message):
     Path("thesis/thesis.tex").write_text("mine")
     Path("sweep").mkdir()
     Path("sweep/sweep.toml").write_text("seed = 1")
-    Path("former").mkdir()
-    Path("former/sweep.toml").write_text('storage = "study.db"')
+    Path("compared").mkdir()
+    Path("compared/compare.toml").write_text("")
     optuna.create_study(study_name="digits-fedga", storage="sqlite:///other.db").add_trial(
         optuna.trial.create_trial(value=1.0)
     )

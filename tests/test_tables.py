@@ -41,8 +41,7 @@ def numbers(rows, name):
 
 def rows_of(task: ga.Task) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return each client's training rows and test rows."""
-    tests = [np.array([], int) if own is None else own.rows.numpy() for own in task.client_tests]
-    return [task.client(i).rows.numpy() for i in range(len(task.clients))], tests
+    return tuple([own.rows.numpy() for own in entries] for entries in (task.clients, task.client_tests))
 
 
 def few(text: str, name: str = "few.csv", **settings) -> ga.Task:

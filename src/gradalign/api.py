@@ -143,7 +143,7 @@ def run_spec(spec: Spec, options: RunOptions, *, task: Task | None = None, on_ro
 
 def _summary_notes(spec: Spec) -> dict[str, Any]:
     """Return what a recipe adds to the summary: the scale it ran at, and the paper's number for its algorithm."""
-    from gradalign.recipes.paper import paper_note, paper_number
+    from gradalign.recipes import paper_note, paper_number
     from gradalign.recipes.scale import describe_scale
 
     notes: dict[str, Any] = {}

@@ -82,6 +82,18 @@ def no_exit(where: str) -> Iterator[None]:
         ) from stop
 
 
+@contextmanager
+def named_failure(where: str, problem: str = "failed") -> Iterator[None]:
+    """Turn what the user's own code raises into a ClientError that says whose it is."""
+    try:
+        with no_exit(where):
+            yield
+    except GradalignError:
+        raise
+    except Exception as error:
+        raise ClientError(f"{where} {problem}: {told(error)}") from error
+
+
 _NEEDED_FOR = {
     "runs": "a run folder",
     "recipes": "a recipe",

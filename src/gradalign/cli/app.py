@@ -124,8 +124,9 @@ def compare(
             raise GradalignError("compare runs in one process; under torchrun, run each algorithm with gradalign run")
         from gradalign.cli.tables import print_comparison
         from gradalign.comparison import claimed_folder, plan_comparison, run_comparison, write_comparison
-        from gradalign.report import write_report
+        from gradalign.report import report_gathered
         from gradalign.runs import REPORT, output_folder
+        from gradalign.runs.read import gather
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
         from gradalign.tracking.progress import rounds_bar
@@ -151,14 +152,13 @@ def compare(
             rounds = sum(one.spec.rounds for one in planned)
             with claimed_folder(folder, planned, resume=resume):
                 with rounds_bar(rounds) as tick:
-                    finished = run_comparison(
-                        planned, options, on_row=lambda one, row: tick(f"{one.entry}, seed {one.seed}", row)
-                    )
-                summary = write_comparison(folder, finished, loaded.compare.curves)
-                page = write_report([folder], folder / REPORT)
+                    run_comparison(planned, options, on_row=lambda one, row: tick(f"{one.entry}, seed {one.seed}", row))
+                gathered = gather(one.folder for one in planned)
+                summary = write_comparison(folder, planned, gathered, loaded.compare.curves)
+                page = report_gathered(gathered, folder / REPORT)
         told = summary | {"folder": str(folder), "report": str(page)}
         common.print_result(as_json, told, print_comparison, summary, folder)
-        failures = [f"{run.planned.entry}, seed {run.planned.seed}: {run.failure}" for run in finished if run.failure]
+        failures = [f"{run.entry}, seed {run.seed}: {run.failure}" for run in gathered.runs if run.failure]
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             raise GradalignError(failures[0] + more)

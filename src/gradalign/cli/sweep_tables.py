@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gradalign.cli.common import plain, print_line, print_table
-from gradalign.cli.tables import seeds_words, spread_words
+from gradalign.cli.tables import seeds_words
+from gradalign.report.statistics import spread_words
 from gradalign.runs import REPORT
 from gradalign.sweep.grid import describe_point
 from gradalign.sweep.protocol import Scoring

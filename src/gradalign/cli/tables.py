@@ -14,22 +14,15 @@ from rich.table import Table
 
 from gradalign.cli.common import plain, print_line, print_table
 from gradalign.errors import GradalignError
+from gradalign.recipes import NUMBERS_LEFT_OUT
 from gradalign.recipes.build import TASKS
-from gradalign.recipes.paper import NUMBERS_LEFT_OUT
+from gradalign.report.statistics import spread_words
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import is_there, number_of, read_spec, read_table
 
 _STATISTICS = ("mean", "worst", "worst_tenth", "spread")
 _NAMES = {"clients": "clients", "personalized": "tuned at home"}
-
-
-def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
-    """Return mean ± std; one seed alone has no deviation."""
-    if spread is None or spread["mean"] is None:
-        return "–"
-    mean = format(scale * spread["mean"], form)
-    return mean if spread["std"] is None else f"{mean} ± {format(scale * spread['std'], form)}"
 
 
 def seeds_words(summary: Mapping[str, Any]) -> str:

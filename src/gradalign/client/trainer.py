@@ -22,7 +22,7 @@ from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, Gradient, Participant, Score, Update
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.step import FactoredGradients, LocalStep, hand_over_gradients, set_out
-from gradalign.errors import ClientError, GradalignError, no_exit, told
+from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, global_stream, torch_stream
 from gradalign.tasks.batches import Examples, map_tensors
 from gradalign.tasks.metrics import kept_prediction
@@ -60,18 +60,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def named_failure(where: str) -> Iterator[None]:
-    """Turn what user code raises into a ClientError that says for whom."""
-    try:
-        with no_exit(f"the code for {where}"):
-            yield
-    except GradalignError:
-        raise
-    except Exception as error:
-        raise ClientError(f"{where} failed: {told(error)}") from error
 
 
 def check_device(device: torch.device | str) -> torch.device:

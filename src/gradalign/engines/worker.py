@@ -27,9 +27,9 @@ from gradalign.client.exchange import (
     Score,
     Update,
 )
-from gradalign.client.trainer import Setup, named_failure
+from gradalign.client.trainer import Setup
 from gradalign.engines.shared import Messages, RowOfGradient, SharedBuffers
-from gradalign.errors import ClientError, GradalignError
+from gradalign.errors import ClientError, GradalignError, named_failure
 from gradalign.fast import Group
 
 _PR_SET_PDEATHSIG = 1

@@ -36,8 +36,8 @@ from gradalign.client.exchange import (
 )
 from gradalign.client.flat import Point
 from gradalign.client.step import FactoredGradients
-from gradalign.client.trainer import ClientTrainer, Setup, named_failure
-from gradalign.errors import GradalignError
+from gradalign.client.trainer import ClientTrainer, Setup
+from gradalign.errors import GradalignError, named_failure
 from gradalign.fast.batches import Neighbours
 from gradalign.fast.cohort import COHORT, CohortTrainer
 from gradalign.fast.eligible import cohort_layers, lockstep_model, side_by_side

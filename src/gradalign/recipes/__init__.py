@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradalign.errors import GradalignError, need
-from gradalign.importing import is_outside
 from gradalign.runs.untrusted import LARGEST_TABLE, parse_toml
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from gradalign.tracking import Tracker, Trackers
 
 _Table = TypeVar("_Table", bound="Section")
+NUMBERS_LEFT_OUT = "its numbers are left out here, where the clients or their examples are not the paper's"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Recipe:
 
     def tables_for(self, entry: str) -> dict[str, Any]:
         """Return the tables of one entry of a comparison, with its fair share of rounds, before they are scaled."""
-        from gradalign.recipes.fair import at_equal_communication
+        from gradalign.recipes.scale import at_equal_communication
 
         return at_equal_communication(self, entry)
 
@@ -103,6 +103,7 @@ class Recipe:
     def _settled(self, tables: Mapping[str, Any], name: str | None) -> dict[str, Any]:
         """Return tables with the named rule's ``[server.RULE]`` in [server], and no other's."""
         from gradalign.recipes.names import settle_server
+        from gradalign.recipes.trust import is_outside
 
         entries = {entry: found(self.compare.settings, entry, "algorithm", "name") for entry in self.compare.algorithms}
         mentioned = [str(named or entry) for entry, named in entries.items()] + [self.own_name or ""]
@@ -154,6 +155,28 @@ def found(data: Any, *path: str) -> Any:
     for step in path:
         data = data.get(step) if isinstance(data, Mapping) else None
     return data
+
+
+# The paper's numbers belong beside the paper's problem.
+
+
+def is_papers_problem(spec: Mapping[str, Any]) -> bool:
+    """Return whether a spec's problem is the one that its [paper] numbers are of; the run may be shorter."""
+    task = found(spec, "task")
+    fewer = {"client_share", "data_share", "train_limit", "test_limit"} & set(task if isinstance(task, Mapping) else ())
+    return found(spec, "paper", "applies") is not False and not fewer
+
+
+def paper_note(spec: Spec) -> dict[str, Any] | None:
+    """Return what a summary says of the paper beside its numbers; None where the recipe knows of no paper."""
+    if spec.paper is None:
+        return None
+    return {"source": spec.paper.source, "claim": spec.paper.claim, "applies": is_papers_problem(spec.to_dict())}
+
+
+def paper_number(spec: Spec, entry: str) -> Any:
+    """Return the paper's accuracy of an algorithm; None where there is none, or the problem is another."""
+    return spec.paper.test_accuracy.get(entry) if spec.paper and is_papers_problem(spec.to_dict()) else None
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:

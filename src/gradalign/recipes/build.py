@@ -11,9 +11,9 @@ from gradalign.algorithms.plan import Algorithm, Combination, combine
 from gradalign.algorithms.rules import ServerRule
 from gradalign.algorithms.schedule import SCHEDULES
 from gradalign.client import LocalTraining
-from gradalign.errors import ClientError, GradalignError, no_exit, told
-from gradalign.importing import imported, is_outside
+from gradalign.errors import GradalignError, named_failure
 from gradalign.recipes.names import algorithm_keys, keys_of, parts_of, plain_name, rule_of, server_keys
+from gradalign.recipes.trust import imported, is_outside
 from gradalign.server.federation import Federation, make_federation, single_step
 from gradalign.server.measure import Measure, require_measurable
 from gradalign.tasks.digits import digits
@@ -110,13 +110,9 @@ Made = TypeVar("Made", bound=Algorithm | ServerRule)
 
 def _made(kind: type[Made], given: Mapping[str, Any], where: str) -> Made:
     """Make an algorithm or a rule; values must be of their fields' types, ranges are the class's own to check."""
-    try:
+    with named_failure(f"{where}: {kind.__name__}", "could not be made"):  # it may be one of the user's own
         hints = get_type_hints(kind)
         return kind(**{key: _typed(value, hints[key], f"{where}.{key}") for key, value in given.items()})
-    except GradalignError:
-        raise
-    except Exception as error:  # one of the user's own
-        raise ClientError(f"{where}: {kind.__name__} could not be made: {told(error)}") from error
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
@@ -165,22 +161,24 @@ def build_task(name: str, *, seed: int, options: Mapping[str, Any] | None = None
         raise GradalignError(f"task.{unknown[0]} is not a setting of the task {name}; known here: {known}")
     if "seed" in parameters or takes_all:
         options["seed"] = seed
-    try:
-        with no_exit(f"the task {name}"):
-            task = make(**options)
-    except GradalignError:
-        raise
-    except Exception as error:
-        raise ClientError(f"the task {name} could not be made: {told(error)}") from error
+    with named_failure(f"the task {name}", "could not be made"):
+        task = make(**options)
     if not isinstance(task, Task):
         raise GradalignError(f"{name} must return a gradalign.Task, got {type(task).__name__}")
     return task
 
 
-def task_of(spec: Spec) -> Task:
-    """Make the task that a spec describes, with its validation examples held out where the spec asks for it."""
-    task = build_task(spec.task.name, seed=spec.seed, options=spec.task.options())
-    return task if spec.clients.holdout is None else hold_out(task, spec.clients.holdout, spec.seed)
+def task_of(spec: Spec, made: dict[str, Task] | None = None) -> Task:
+    """Make the task that a spec describes, with its validation examples held out where the spec asks for it.
+
+    Runs that share what was ``made`` share their tasks where seed and data are the same: the clients are read once.
+    """
+    made = {} if made is None else made
+    key = repr((spec.seed, spec.task, spec.clients.holdout))
+    if key not in made:
+        task = build_task(spec.task.name, seed=spec.seed, options=spec.task.options())
+        made[key] = task if spec.clients.holdout is None else hold_out(task, spec.clients.holdout, spec.seed)
+    return made[key]
 
 
 def build_federation(spec: Spec, task: Task | None = None) -> Federation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.rules import ServerRule, known_rules
 from gradalign.errors import GradalignError
-from gradalign.importing import imported, is_outside
+from gradalign.recipes.trust import imported, is_outside
 
 if TYPE_CHECKING:
     from gradalign.recipes import Recipe
@@ -133,8 +133,8 @@ def settle_server(tables: Mapping[str, Any], name: str | None, mentioned: Iterab
     return {**tables, "server": settled}
 
 
-def unused_changes(recipe: Recipe, entries: Iterable[str]) -> list[str]:
-    """Return the command line's [algorithm] and [server] settings that none of the entries can use.
+def require_used(recipe: Recipe, entries: Sequence[str]) -> None:
+    """Refuse a setting of the command line's [algorithm] and [server] that none of the entries can use.
 
     A setting of [server] that the rules of several entries have must say whose it is.
     """
@@ -151,6 +151,7 @@ def unused_changes(recipe: Recipe, entries: Iterable[str]) -> list[str]:
         elif len(having) > 1:
             said = f"--set server.{having[-1]}.{key}={value}"
             raise GradalignError(f"--set server.{key} is for which server rule, {' or '.join(having)}? Say {said}")
-    return [
-        f"{table}.{key}" for table, keys in used.items() for key in recipe.changes.get(table, {}) if key not in keys
-    ]
+    for table, keys in used.items():
+        for key in recipe.changes.get(table, {}):
+            if key not in keys:
+                raise GradalignError(f"--set {table}.{key}: none of {', '.join(entries)} has such a parameter")

@@ -1,4 +1,4 @@
-"""Whose code a recipe may run.
+"""Code of the user's own, by name: ``package.module:name``; and whose a recipe may run.
 
 A recipe names the function that makes its task, and perhaps classes of algorithms, so running one is running code. One
 that lies in a run folder was written by a run, perhaps somebody else's: what it names, when it is not one of this
@@ -7,15 +7,43 @@ package's, is imported only when the user vouches for it.
 
 from __future__ import annotations
 
+import importlib
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradalign.errors import GradalignError, shown_text
-from gradalign.importing import is_outside
+from gradalign.errors import GradalignError, named_failure, shown_text, told
 from gradalign.recipes import found
 from gradalign.runs import COMPARISON, METRICS, SPEC, SWEEP
+
+
+def is_outside(name: object) -> bool:
+    """Return whether a name is one to import, not one of this package's."""
+    return ":" in str(name)
+
+
+def imported(name: str, where: str, kind: str) -> Any:
+    """Return what ``package.module:name`` names, or say in one sentence what is wrong; ``kind`` is what it should be.
+
+    Modules are found as with ``python -m``: beside where the command was given, too.
+    """
+    module_name, _, attribute = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if not module_name or not attribute:
+        raise GradalignError(f'{where}: "{name}" is not package.module:{kind}')
+    with named_failure(f"{where}: importing {module_name}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise GradalignError(f'{where}: cannot import "{module_name}": {told(error)}') from error
+    target = getattr(module, attribute, None)
+    if target is None:
+        raise GradalignError(f'{where}: the module {module_name} has no "{attribute}"')
+    return target
 
 
 def lies_in_run_folder(recipe: Path) -> bool:

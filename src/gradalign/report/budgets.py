@@ -84,17 +84,12 @@ def _rows(experiment: Experiment, cells: Callable[[Group], list[str]]) -> list[T
     ]
 
 
-def usual_target(bests: Sequence[Sequence[float]]) -> float | None:
-    """Return 95 % of the lowest of the algorithms' best accuracies, which are given seed by seed: all come that far."""
-    means = [fmean(values) for values in bests if values]
-    return round(0.95 * min(means), 3) if means else None
-
-
 def target_of(experiment: Experiment) -> float | None:
-    """Return the accuracy to be reached: the recipe's, or else the usual one."""
+    """Return the accuracy to be reached: the recipe's, or 95 % of the lowest of the groups' best: all come that far."""
     given = (number_of(found(run.spec, "measure", "target_accuracy")) for run in experiment.runs)
     bests = [group.finals(f"best_{group.scored_on}_accuracy") for group in experiment.groups]
-    return next((target for target in given if target is not None), usual_target(bests))
+    means = [fmean(values) for values in bests if values]
+    return next((target for target in given if target is not None), round(0.95 * min(means), 3) if means else None)
 
 
 def to_target(experiment: Experiment) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradalign.report.experiments import Experiment, shown_value
-from gradalign.report.statistics import spread_of
+from gradalign.report.statistics import spread_of, spread_words
 from gradalign.runs.read import Run
 
 _COLUMNS = ("mean", "worst", "worst_tenth", "spread")
@@ -22,7 +22,8 @@ def clients_section(experiment: Experiment) -> dict[str, Any] | None:
         for when, words in _WHEN.items():
             values = [group.finals(f"final_{when}_{what}_{metric}") for what in _COLUMNS]
             if any(values):
-                rows.append((f"{group.label}{words}", [_words(numbers, scale, form) for numbers in values]))
+                cells = [spread_words(spread_of(numbers), form, scale) for numbers in values]
+                rows.append((f"{group.label}{words}", cells))
     if not rows:
         return None
     return {
@@ -31,14 +32,6 @@ def clients_section(experiment: Experiment) -> dict[str, Any] | None:
         "rows": rows,
         "each": _each(experiment, metric, scale, form),
     }
-
-
-def _words(values: list[float], scale: float, form: str) -> str:
-    found = spread_of([scale * value for value in values])
-    if found is None:
-        return "–"
-    mean, std = found
-    return format(mean, form) + ("" if std is None else f" ± {format(std, form)}")
 
 
 def _each(experiment: Experiment, metric: str, scale: float, form: str) -> dict[str, Any] | None:

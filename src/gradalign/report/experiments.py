@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import shown_text
-from gradalign.recipes import found
-from gradalign.recipes.paper import is_papers_problem
+from gradalign.recipes import found, is_papers_problem
 from gradalign.runs.clients import HeldClassCounts
 from gradalign.runs.read import Run, canonical
 from gradalign.runs.untrusted import number_of

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from gradalign import __version__
 from gradalign.errors import shown_text
-from gradalign.recipes.paper import NUMBERS_LEFT_OUT, is_papers_problem
+from gradalign.recipes import NUMBERS_LEFT_OUT, is_papers_problem
 from gradalign.report import budgets, how_to_repeat, series, statistics
 from gradalign.report.clients import clients_section
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, stdev, variance
@@ -83,9 +83,17 @@ class Pair:
         return "yes" if self.ours.decided else "undecided"
 
 
-def spread_of(values: Sequence[float]) -> tuple[float, float | None] | None:
+def spread_of(values: Sequence[float]) -> dict[str, float | None] | None:
     """Return mean and sample standard deviation; one value alone has no deviation, none at all has nothing."""
-    return (fmean(values), stdev(values) if len(values) > 1 else None) if values else None
+    return {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None} if values else None
+
+
+def spread_words(spread: Mapping[str, float | None] | None, form: str, scale: float = 1.0) -> str:
+    """Return mean ± std; one seed alone has no deviation."""
+    if spread is None or spread["mean"] is None:
+        return "–"
+    mean = format(scale * spread["mean"], form)
+    return mean if spread["std"] is None else f"{mean} ± {format(scale * spread['std'], form)}"
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Difference | None:
@@ -236,15 +244,12 @@ def in_percent(values: Sequence[float]) -> str:
 
 def mean_and_std(values: Sequence[float], form: str) -> str:
     """Return mean ± standard deviation as text; one value alone has no deviation."""
-    spread = spread_of(values)
-    if spread is None:
-        return "–"
-    mean, std = spread
-    if std is None or (std == 0 and form.endswith(".0f")):  # a count that no seed changes
-        return format(mean, form)
-    if form.endswith("g") and std > 0:  # two digits of the deviation, and as many decimals of the mean
+    std = stdev(values) if len(values) > 1 else None
+    if std == 0 and form.endswith(".0f"):  # a count that no seed changes
+        values = values[:1]
+    elif std and form.endswith("g"):  # two digits of the deviation, and as many decimals of the mean
         form = f".{min(max(1 - math.floor(math.log10(std)), 0), 12)}f"
-    return f"{format(mean, form)} ± {format(std, form)}"
+    return spread_words(spread_of(values), form)
 
 
 def _beside_paper(group: Group) -> str:

@@ -10,13 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from gradalign.comparison import Planned, claimed_folder, plan_comparison, run_comparison, spread
+from gradalign.comparison import Planned, claimed_folder, plan_comparison, run_comparison
 from gradalign.errors import GradalignError
 from gradalign.recipes.spec import checked
 from gradalign.report import write_report
+from gradalign.report.statistics import spread_of
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
-from gradalign.reproduce.tables import beside_baseline, markdown
-from gradalign.reproduce.verdicts import verdict_row
+from gradalign.reproduce.verdicts import beside_baseline, markdown, verdict_row
 from gradalign.runs import METRICS, REPORT, SUMMARY, safe_name, write_json, write_toml, write_whole
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Run, gather
@@ -242,7 +242,7 @@ def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | 
 
     def final(name: str) -> dict[str, Any] | None:
         values = [run.summary[name] for run in complete if run.summary.get(name) is not None]
-        found = spread(values)
+        found = spread_of(values)
         return None if found is None else found | {"values": values}
 
     names = ("final_test_accuracy", "best_test_accuracy", "final_test_loss", "final_train_loss", "final_r")

@@ -12,8 +12,7 @@ from pydantic import Field
 from gradalign.errors import GradalignError
 from gradalign.recipes import Recipe, load_recipe, merge, read_recipe
 from gradalign.recipes.build import build_algorithm
-from gradalign.recipes.fair import rounds_within
-from gradalign.recipes.scale import lay_over
+from gradalign.recipes.scale import lay_over, rounds_within
 from gradalign.recipes.spec import Count, Section, Seeds, Spec, SweepSpec, Whole, checked
 from gradalign.reproduce.verdicts import Claim
 from gradalign.sweep.grid import PLACES, Point, apply_point

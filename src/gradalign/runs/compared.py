@@ -1,33 +1,41 @@
-"""The folder of a comparison: whose it is, and that one process at a time writes to it."""
+"""The folders of comparisons and sweeps: whose one is, and that one process at a time writes to a comparison's."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gradalign.errors import GradalignError
-from gradalign.runs import COMPARISON, SPEC, differing_fields, write_toml
+from gradalign.runs import COMPARISON, SPEC, SWEEP, as_toml, differing_fields, write_toml
 from gradalign.runs.folder import locked, refuse_strangers
 from gradalign.runs.untrusted import read_table
+
+_KINDS = {SPEC: "a single run", COMPARISON: "a comparison", SWEEP: "a sweep"}
+
+
+def claim(folder: Path, file: str, description: Mapping[str, Any]) -> None:
+    """Write a description into a folder whose lock is held, or see that this very thing is in it."""
+    for other, what in _KINDS.items():
+        if other != file and (folder / other).exists():
+            raise GradalignError(f"{folder} holds {what}, not {_KINDS[file]}; choose another --out")
+    if not (folder / file).exists():
+        refuse_strangers(folder, set())
+        write_toml(folder / file, description)
+    elif differing := differing_fields(read_table(folder / file), tomllib.loads(as_toml(description))):
+        what = _KINDS[file].replace("a ", "another ")
+        raise GradalignError(f"{folder} holds {what}: {'; '.join(differing[:3])}; choose another --out")
 
 
 @contextmanager
 def comparison_folder(folder: Path, description: Mapping[str, Any], *, resume: bool) -> Iterator[None]:
     """Hold a comparison's folder: refuse what is not ours to overwrite, and a second writer."""
     with locked(folder):
-        if (folder / SPEC).exists():
-            raise GradalignError(f"{folder} holds a single run, not a comparison; choose another --out")
-        if (folder / COMPARISON).exists():
-            if not resume:
-                raise GradalignError(
-                    f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
-                )
-            differing = differing_fields(read_table(folder / COMPARISON), description)
-            if differing:
-                raise GradalignError(f"{folder} holds another comparison: {'; '.join(differing)}")
-        else:
-            refuse_strangers(folder, set())
-            write_toml(folder / COMPARISON, description)
+        if (folder / COMPARISON).exists() and not resume:
+            raise GradalignError(
+                f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
+            )
+        claim(folder, COMPARISON, description)
         yield

@@ -15,9 +15,8 @@ from gradalign import stopping
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.rules import ClientReport
 from gradalign.client.flat import FlatModel, Point
-from gradalign.client.trainer import named_failure
 from gradalign.engines import Engine
-from gradalign.errors import GradalignError, RunEndedError, TooFewClientsError
+from gradalign.errors import GradalignError, RunEndedError, TooFewClientsError, named_failure
 from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.clients import ClientResults

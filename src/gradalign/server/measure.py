@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -240,12 +240,12 @@ def _mean(values: list[float], weights: list[float]) -> float:
     return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
-def rounds_to(rows: list[Row], target: float | None) -> int | None:
+def rounds_to(rows: Sequence[Mapping[str, Any]], target: float | None) -> int | None:
     """Return the communication rounds after which the accuracy, on whatever is scored, first reached the target."""
     if target is None:
         return None
     for row in rows:
-        accuracies = (row["test_accuracy"], row.get("validation_accuracy"))
+        accuracies = (row.get("test_accuracy"), row.get("validation_accuracy"))
         if any(accuracy is not None and accuracy >= target for accuracy in accuracies):
             return int(row["communication_rounds"])
     return None

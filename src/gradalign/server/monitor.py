@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from gradalign.client.trainer import named_failure
-from gradalign.errors import GradalignError, flag, real, whole
+from gradalign.errors import GradalignError, flag, named_failure, real, whole
 from gradalign.tasks.metrics import larger_is_better
 from gradalign.tasks.task import Task
 

@@ -15,9 +15,9 @@ from gradalign.algorithms.rules import ClientReport, ServerRule
 from gradalign.algorithms.view import SharedSums
 from gradalign.client.exchange import Broadcast, Participant, Reply, Update
 from gradalign.client.flat import Point, all_finite
-from gradalign.client.trainer import named_failure, one_thread
+from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
-from gradalign.errors import DivergedError, TooFewClientsError
+from gradalign.errors import DivergedError, TooFewClientsError, named_failure
 from gradalign.server.federation import Federation, ServerState, Totals
 
 

@@ -25,7 +25,6 @@ from gradalign.sweep.study import ClaimedTrial, Job, StageStudy, Worker, working
 from gradalign.tracking.progress import SweepBar, score_words, sweep_bar
 
 _POLL_SECONDS = 0.5
-_FINAL = (FINALISTS, TEST, TEST_BASELINE, TEST_BETA)
 
 
 def run_sweep(
@@ -189,7 +188,7 @@ class _Process:
 
     def _try(self, study: StageStudy, stage: Stage, claim: ClaimedTrial) -> None:
         """Do one trial; whatever stops it gives it back."""
-        job, searching = claim.job, stage.name not in _FINAL
+        job, searching = claim.job, stage.name not in protocol.FINAL
         name = folder_name(job.slot, claim.point) + ("" if searching else f"_seed{job.seed}")
         place = Path(TRIALS) / stage.name / name
         try:
@@ -211,7 +210,7 @@ def _verdict(outcomes: Sequence[Outcome]) -> str:
     words += f", {counts['pruned']} ended early" if counts["pruned"] else ""
     words += f", {counts['diverged']} diverged" if counts["diverged"] else ""
     complete = [one for one in outcomes if one.score is not None]
-    if not complete or complete[0].stage in _FINAL:  # of those, means over the seeds are what counts
+    if not complete or complete[0].stage in protocol.FINAL:  # of those, means over the seeds are what counts
         return words
     best = max(complete, key=protocol.rank)
     scoring = protocol.scoring_of(outcomes)

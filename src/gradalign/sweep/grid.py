@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pydantic import ValidationError
-
 from gradalign.errors import GradalignError
 from gradalign.recipes import merge
 from gradalign.recipes.names import accepted_parameters, parts_of
-from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, explain
+from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, checked
+from gradalign.report.experiments import shown_value
 
 Value = float | int | str
 Point = dict[str, Value]
@@ -60,11 +58,8 @@ def parse_grid(words: Iterable[str]) -> Lists:
         if name in lists:
             raise GradalignError(f"--grid {name} is given twice; put all its values into one list")
         lists[name] = [_number(name, value) for value in values]
-    try:
-        checked = SweepSpec.model_validate(lists)
-    except ValidationError as error:
-        raise explain(error, "--grid", SweepSpec) from None
-    return {name: _distinct(getattr(checked, name)) for name in lists}
+    section = checked(SweepSpec, lists, "--grid")
+    return {name: _distinct(getattr(section, name)) for name in lists}
 
 
 def _number(name: str, text: str) -> Value:
@@ -162,9 +157,4 @@ def fine_values(best: float, coarse: Sequence[float]) -> list[float]:
 
 
 def describe_point(point: Mapping[str, Value]) -> str:
-    return ", ".join(f"{name} {shown(value)}" for name, value in point.items())
-
-
-def shown(value: Any) -> str:
-    """Return a value as people write it."""
-    return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+    return ", ".join(f"{name} {shown_value(value)}" for name, value in point.items())

@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
-from pydantic import ValidationError
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import build_federation, task_of
-from gradalign.recipes.names import unused_changes
+from gradalign.recipes.names import require_used
 from gradalign.recipes.scale import apply_scale, lay_over
-from gradalign.recipes.spec import Spec, SweepSpec, explain, validate
+from gradalign.recipes.spec import Spec, SweepSpec, checked, validate
+from gradalign.report.experiments import shown_value
 from gradalign.runs import METRICS, safe_name
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.measure import TRAIN_COLUMNS, Measure, Row, require_measurable
 from gradalign.server.monitor import Monitor
 from gradalign.server.runner import RunOptions
-from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, combinations, shown
+from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, combinations
 from gradalign.sweep.protocol import Search, State, baseline_of
 from gradalign.tasks.task import Task, with_metrics
 
-Scored = Literal["validation", "test"]
 _DEFAULT_TRIALS = 40
 _SCORES = 20  # validation scores in a trial: often enough that one lies near the round where trials may end early
 
@@ -61,8 +60,26 @@ class SweepPlan:
     def spec(
         self, entry: str, point: Point, seed: int | None = None, *, test: bool = False, rounds: int | None = None
     ) -> Spec:
-        chosen = self.seed if seed is None else seed
-        return trial_spec(self.recipe, entry, point, chosen, None if test else self.holdout, rounds)
+        """Return the experiment of one trial.
+
+        A trial of the search holds validation examples out and measures nothing but them, about twenty times, and what
+        is monitored. A ``test`` is the recipe's own experiment on all training data, scored on the test set, which
+        then decides nothing: neither when the run ends nor which model is kept.
+        """
+        data = apply_point(self.recipe.tables_for(entry), point)
+        measure: dict[str, Any] = {}
+        if test:
+            measure = {"early_stopping": None, "keep_best": False}
+        elif found(data, "measure", "monitor") not in TRAIN_COLUMNS:
+            measure = {"train_every": 0}
+        data = merge(data, {"clients": {"holdout": None if test else self.holdout}, "measure": measure})
+        source = f"{self.recipe.source} ({entry})"
+        data = apply_scale(data, source) | {"seed": self.seed if seed is None else seed}
+        data = data if rounds is None else lay_over(data, {"rounds": rounds})
+        if not test:
+            every = max(1, validate(data, source).rounds // _SCORES)
+            data = merge(data, {"measure": {"test_every": every}})
+        return validate(data, source)
 
     def entries(self) -> list[str]:
         return [self.search.entry] + ([self.search.baseline] if self.search.baseline else [])
@@ -108,10 +125,7 @@ def plan_sweep(
     ``chosen`` says how trials are stopped and finalists decided; None takes the recipe's [sweep] value, or the default.
     """
     defaults: dict[str, Any] = {"holdout": 0.1, "stop_after": 0.2, "margin": 0.2, "finalists": 3, "seeds": 3}
-    try:
-        SweepSpec.model_validate(chosen)
-    except ValidationError as error:
-        raise explain(error, "sweep", SweepSpec) from None
+    checked(SweepSpec, chosen, "sweep")
     for layer in (recipe.sweep.model_dump(include=set(defaults)), chosen):
         defaults |= {name: value for name, value in layer.items() if value is not None}
     own = recipe.spec()
@@ -126,9 +140,7 @@ def plan_sweep(
         test_beta=test_beta and baseline is not None,
         **defaults,
     )
-    unused = unused_changes(recipe, plan.entries())
-    if unused:
-        raise GradalignError(f"--set {unused[0]}: {' and '.join(plan.entries())} have no such parameter")
+    require_used(recipe, plan.entries())
     _check(plan)
     return plan
 
@@ -146,51 +158,19 @@ def _check(plan: SweepPlan) -> None:
 
     What the trials are scored by must be measured in all of them.
     """
-    task: Task | None = None
-    whole: Task | None = None
+    made: dict[str, Task] = {}
     for entry in plan.entries():
         lists = plan.search.others if entry == plan.search.baseline else plan.search.lists
         lists = {name: values for name, values in lists.items() if name != FINE}
         first = combinations({name: values[:1] for name, values in lists.items()})[0]
-        for point in [first] + [first | {name: value} for name, values in lists.items() for value in values[1:]]:
-            task = _scored(plan.spec(entry, point), task)
-        whole = _scored(plan.spec(entry, first, test=True), whole)
-
-
-def _scored(spec: Spec, task: Task | None) -> Task:
-    """Build a trial's federation around a task made already, and return its task; refuse a trial without a score."""
-    federation = build_federation(spec, task)
-    require_measurable(Measure(**spec.measure.model_dump()), federation, score=True)
-    return federation.task
-
-
-def trial_spec(
-    recipe: Recipe, entry: str, point: Point, seed: int, holdout: float | None, rounds: int | None = None
-) -> Spec:
-    """Return the experiment of one trial.
-
-    A trial of the search holds validation examples out and measures nothing but them, about twenty times, and what is
-    monitored. Without ``holdout`` it is the recipe's own experiment on all training data, scored on the test set,
-    which then decides nothing: neither when the run ends nor which model is kept.
-    """
-    data = apply_point(recipe.tables_for(entry), point)
-    measure: dict[str, Any] = {}
-    if holdout is None:
-        measure = {"early_stopping": None, "keep_best": False}
-    elif found(data, "measure", "monitor") not in TRAIN_COLUMNS:
-        measure = {"train_every": 0}
-    data = merge(data, {"clients": {"holdout": holdout}, "measure": measure})
-    source = f"{recipe.source} ({entry})"
-    data = apply_scale(data, source) | {"seed": seed}
-    data = data if rounds is None else lay_over(data, {"rounds": rounds})
-    if holdout is not None:
-        rounds = validate(data, source).rounds
-        data = merge(data, {"measure": {"test_every": max(1, rounds // _SCORES)}})
-    return validate(data, source)
+        points = [first] + [first | {name: value} for name, values in lists.items() for value in values[1:]]
+        for spec in [*(plan.spec(entry, point) for point in points), plan.spec(entry, first, test=True)]:
+            federation = build_federation(spec, task_of(spec, made))
+            require_measurable(Measure(**spec.measure.model_dump()), federation, score=True)
 
 
 def folder_name(slot: int, point: Point) -> str:
-    words = "_".join(f"{name}{shown(value)}" for name, value in point.items())
+    words = "_".join(f"{name}{shown_value(value)}" for name, value in point.items())
     return safe_name(f"{slot:03d}_{words}")
 
 
@@ -208,7 +188,7 @@ class TrialRunner:
 
         With a trial given, it may be ended early.
         """
-        scored: Scored = "test" if spec.clients.holdout is None else "validation"
+        scored = "test" if spec.clients.holdout is None else "validation"
         threshold = self._stop_after * spec.rounds
         checked = trial is None
 
@@ -221,15 +201,13 @@ class TrialRunner:
                 if checked and trial is not None and trial.should_prune():
                     raise optuna.TrialPruned
 
-        key = repr((spec.seed, spec.task, spec.clients.holdout))
-        if key not in self._tasks:
-            self._tasks[key] = task_of(spec)
-        monitor = Monitor(Measure(**spec.measure.model_dump()), with_metrics(self._tasks[key], spec.measure.metrics))
+        task = task_of(spec, self._tasks)
+        monitor = Monitor(Measure(**spec.measure.model_dump()), with_metrics(task, spec.measure.metrics))
         state: State = "complete"
         try:
             name = f"{folder.parent.name}-{folder.name}"  # of the stage and the trial, for trackers
             options = replace(self._options, out=folder, resume=True, progress=False, name=name)
-            run_spec(spec, options, task=self._tasks[key], on_row=note)
+            run_spec(spec, options, task=task, on_row=note)
         except DivergedError:
             state = "diverged"
         except optuna.TrialPruned:

@@ -22,7 +22,7 @@ from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_v
 
 State = Literal["complete", "pruned", "diverged", "running"]
 # The stages after the search.
-FINALISTS, TEST, TEST_BASELINE, TEST_BETA = "finalists", "test", "test-baseline", "test-beta"
+FINAL = FINALISTS, TEST, TEST_BASELINE, TEST_BETA = "finalists", "test", "test-baseline", "test-beta"
 _WITHOUT_ALIGNMENT = {"fedga": "fedavg", "gradalign": "largebatchsgd"}
 
 

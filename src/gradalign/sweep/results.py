@@ -12,26 +12,16 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from gradalign.comparison import spread
 from gradalign.recipes import merge
 from gradalign.recipes.scale import describe_scale
+from gradalign.report.experiments import shown_value
 from gradalign.report.figures import COLOURS, STYLE, save, tidy
+from gradalign.report.statistics import spread_of
 from gradalign.runs import SUMMARY, write_json, write_toml, write_whole
 from gradalign.server.measure import versions
-from gradalign.sweep.grid import PLACES, Point, apply_point, describe_point, shown
+from gradalign.sweep.grid import PLACES, Point, apply_point, describe_point
 from gradalign.sweep.plan import SweepPlan, plain
-from gradalign.sweep.protocol import (
-    FINALISTS,
-    TEST,
-    TEST_BASELINE,
-    TEST_BETA,
-    Found,
-    Outcome,
-    Scoring,
-    best_of,
-    count_states,
-    scoring_of,
-)
+from gradalign.sweep.protocol import FINAL, Found, Outcome, Scoring, best_of, count_states, scoring_of
 from gradalign.sweep.verdict import compare_with_baseline, known
 
 if TYPE_CHECKING:
@@ -48,7 +38,7 @@ def _trials_table(outcomes: Sequence[Outcome], lists: Collection[str]) -> str:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["stage", "trial", "algorithm", "seed", *names, "state", *_FACTS, "folder", "worker"])
     for one in outcomes:
-        values = [shown(one.point[name]) if name in one.point else "" for name in names]
+        values = [shown_value(one.point[name]) if name in one.point else "" for name in names]
         facts = ["" if one.facts.get(name) is None else one.facts[name] for name in (*_FACTS, "folder", "worker")]
         table.writerow([one.stage, one.facts.get("trial", ""), one.entry, one.seed, *values, one.state, *facts])
     return text.getvalue()
@@ -84,10 +74,10 @@ def finalists_table(found: Found) -> list[dict[str, Any]]:
         rows.append(
             {
                 "values": first.point,
-                f"validation_{scoring.name}": spread([sign * score for score in scores]),
-                f"test_{scoring.name}": spread(known(runs, f"test_{scoring.name}")),
-                "test_accuracy": spread(known(runs, "test_accuracy")),
-                "test_loss": spread(known(runs, "test_loss")),
+                f"validation_{scoring.name}": spread_of([sign * score for score in scores]),
+                f"test_{scoring.name}": spread_of(known(runs, f"test_{scoring.name}")),
+                "test_accuracy": spread_of(known(runs, "test_accuracy")),
+                "test_loss": spread_of(known(runs, "test_loss")),
                 "diverged": sum(one.state == "diverged" for one in (*again, *runs)),
                 "folders": [one.facts["folder"] for one in (first, *again, *runs) if "folder" in one.facts],
             }
@@ -124,9 +114,7 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
 
 
 def _stage_row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    searched = name not in (FINALISTS, TEST, TEST_BASELINE, TEST_BETA) and any(
-        one.score is not None for one in outcomes
-    )
+    searched = name not in FINAL and any(one.score is not None for one in outcomes)
     best = best_of(outcomes, name) if searched else None
     return {
         "name": name,
@@ -158,9 +146,8 @@ def best_recipe(plan: SweepPlan, best: Point, baseline: Point | None) -> dict[st
 
 
 def write_results(folder: Path, plan: SweepPlan, found: Found) -> dict[str, Any]:
-    """Write best.toml, trials.csv, the pictures and, last, summary.json; return the summary."""
+    """Write best.toml, the pictures and, last, summary.json; return the summary."""
     summary = summarise_sweep(plan, found)
-    TrialsFile(folder, plan).write(found.all())
     baseline = summary["baseline_best"]
     write_toml(folder / BEST, best_recipe(plan, summary["best"], baseline["values"] if baseline else None))
     with matplotlib.rc_context(STYLE):
@@ -184,7 +171,7 @@ def _scale(axes: Axes, values: Sequence[float]) -> None:
     else:
         axes.set_xscale("symlog", linthresh=min(positive) / 2)
     ticks = sorted(set(values))
-    axes.set_xticks(ticks, [shown(value) for value in ticks], rotation=45, fontsize=8)
+    axes.set_xticks(ticks, [shown_value(value) for value in ticks], rotation=45, fontsize=8)
     axes.minorticks_off()
 
 
@@ -278,6 +265,6 @@ def _draw_value(axes: Axes, name: str, outcomes: Sequence[Outcome], scoring: Sco
     elif by_number:
         axes.set_xscale("log" if min(numbers) > 0 else "linear")
     else:
-        axes.set_xticks(range(len(values)), [shown(value) for value in values])
+        axes.set_xticks(range(len(values)), [shown_value(value) for value in values])
     label = {"beta": "β", "batch": "batch size", "weight_decay": "weight decay"}.get(name, name)
     tidy(axes, label, f"validation {scoring.words}")

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import time
-import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,11 +20,12 @@ from optuna.study import StudyDirection
 from sqlalchemy.exc import DatabaseError
 
 from gradalign.errors import FolderInUseError, GradalignError
-from gradalign.runs import COMPARISON, SPEC, SWEEP, as_toml, differing_fields, not_written, write_whole
-from gradalign.runs.folder import locked, refuse_strangers
-from gradalign.runs.untrusted import is_file, is_there, read_table
+from gradalign.runs import SWEEP, differing_fields, not_written
+from gradalign.runs.compared import claim
+from gradalign.runs.folder import locked
+from gradalign.runs.untrusted import is_file, is_there
 
-JOURNAL, _FORMER = "study.journal", "study.db"
+JOURNAL = "study.journal"
 _BEAT_SECONDS, _GRACE_SECONDS = 15, 120
 _PATIENCE_SECONDS = 10.0
 _DESCRIPTION = "gradalign_sweep"
@@ -44,7 +44,8 @@ def opened(folder: Path, url: str | None, study: str, description: Mapping[str, 
             database = held.enter_context(opened_database(url))
             _check_study(database, study, description)
         place = JOURNAL if url is None else _without_password(url)
-        _open_folder(folder, {**description, "storage": place, "study": study})
+        with locked_in_turn(folder, 10.0):  # several processes may come at once
+            claim(folder, SWEEP, {**description, "storage": place, "study": study})
         if database is not None:
             _register_study(database, study, description)
         try:
@@ -53,20 +54,6 @@ def opened(folder: Path, url: str | None, study: str, description: Mapping[str, 
             raise GradalignError(
                 f"the storage failed: {_reason(error)}; the same command goes on where this ended"
             ) from None
-
-
-def _open_folder(folder: Path, description: Mapping[str, Any]) -> None:
-    """Make the sweep's folder, or see that it holds this very sweep; several processes may do so at once."""
-    text = as_toml(description)
-    with locked_in_turn(folder, 10.0):
-        if (folder / SWEEP).exists():
-            _check_folder(folder, tomllib.loads(text))
-            return
-        for file, what in ((SPEC, "a single run"), (COMPARISON, "a comparison")):
-            if (folder / file).exists():
-                raise GradalignError(f"{folder} holds {what}, not a sweep; choose another --out")
-        refuse_strangers(folder, set())
-        write_whole(folder / SWEEP, text)
 
 
 @contextmanager
@@ -83,18 +70,6 @@ def locked_in_turn(folder: Path, seconds: float) -> Iterator[None]:
                     raise
                 time.sleep(0.05)
         yield
-
-
-def _check_folder(folder: Path, mine: Mapping[str, Any]) -> None:
-    there = read_table(folder / SWEEP)
-    if there.get("storage") == _FORMER and mine["storage"] == JOURNAL:
-        raise GradalignError(
-            f"the sweep in {folder} was begun by an earlier version; its trials' runs are kept, "
-            "begin the sweep anew with another --out"
-        )
-    differing = differing_fields(there, mine)
-    if differing:
-        raise GradalignError(f"{folder} holds another sweep: {'; '.join(differing[:3])}; choose another --out")
 
 
 class _Journal(JournalFileBackend):

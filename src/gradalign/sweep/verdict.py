@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from gradalign.comparison import spread
-from gradalign.report.statistics import Difference, difference
+from gradalign.report.statistics import Difference, difference, spread_of
 from gradalign.sweep.grid import Point
 from gradalign.sweep.protocol import Found, Outcome, Scoring
 
@@ -36,7 +35,7 @@ def compare_with_baseline(found: Found, chosen: Point, scoring: Scoring) -> dict
                 "algorithm": name,
                 "values": runs[0].point,
                 "communication_rounds": int(spent),
-                f"test_{what}": spread(own),
+                f"test_{what}": spread_of(own),
             }
             | {"seeds": len(own), "diverged": sum(one.state == "diverged" for one in runs)}
             for name, runs, spent, own in zip(names, (ours, theirs), rounds, scores, strict=True)

@@ -27,6 +27,8 @@ Spans = NDArray[np.int64]
 """(examples, 2): the first and the last unit of each example."""
 Split = Callable[..., tuple[Tensor, Tensor]]
 """From a ``client`` and its number of ``examples`` to the rows that are trained on and those that are held out."""
+Parts = tuple[Sequence[Any], Examples | None, Sequence[Examples]]
+"""The clients' training examples, all that was held out, and what was held out from each."""
 _TRIES = 16
 """Random places that are tried for a cut before it is made at an end."""
 
@@ -46,16 +48,15 @@ def hold_out(task: Task, share: float, seed: int = 0) -> Task:
         raise GradalignError(f"the share to hold out must be between 0 and 1, got {share:g}")
     split, groups = _splitter(task, share, seed)
     if isinstance(task.clients, PartitionedClients):
-        clients, validation, counts = _split_partition(task.clients, split)
+        clients, validation, own = _split_partition(task.clients, split)
     else:
-        clients, validation, counts = _split_entries(task, split, seed)
+        clients, validation, own = _split_entries(task, split, seed)
     if not validation:
         groups_too = "" if groups is None else ", or smaller groups of examples that belong together"
         raise GradalignError(
             f"holding out {share:g} of each client of the task {task.name} gives no validation example; "
             f"hold out more, or use larger clients{groups_too}"
         )
-    own = _Consecutive(validation, counts)
     return replace(task, clients=clients, test=validation, client_tests=own, groups=groups, scored_on="validation")
 
 
@@ -87,18 +88,18 @@ def _splitter(task: Task, share: float, seed: int) -> tuple[Split, Sequence[Any]
     return partial(_split_as_given, rows), [own[used] for own, used in zip(spans, trained, strict=True)]
 
 
-def _split_partition(clients: PartitionedClients, split: Split) -> tuple[Sequence[Any], Examples | None, list[int]]:
+def _split_partition(clients: PartitionedClients, split: Split) -> Parts:
     trained, held = [], []
     for client, rows in enumerate(clients.rows.split(clients.sizes().tolist())):
         train, valid = split(client=client, examples=len(rows))
         trained.append(rows[train])
         held.append(rows[valid])
-    validation = TensorExamples(clients.tensors, torch.cat(held), clients.transform)
-    counts = [len(rows) for rows in held]
-    return PartitionedClients(clients.tensors, trained, clients.transform), validation, counts
+    own = PartitionedClients(clients.tensors, held, clients.transform)
+    validation = TensorExamples(clients.tensors, own.rows, clients.transform)
+    return PartitionedClients(clients.tensors, trained, clients.transform), validation, own
 
 
-def _split_entries(task: Task, split: Split, seed: int) -> tuple[Sequence[Any], Examples | None, list[int]]:
+def _split_entries(task: Task, split: Split, seed: int) -> Parts:
     """Split clients that are entries of a list, or made on demand; what is held out is gathered now, once."""
     batches, counts = [], []
     for client in range(len(task.clients)):
@@ -111,9 +112,11 @@ def _split_entries(task: Task, split: Split, seed: int) -> tuple[Sequence[Any], 
     if isinstance(task.clients, list | tuple):
         clients = list(clients)
     try:
-        return clients, _Gathered(join_batches(batches)) if batches else None, counts
+        gathered = _Gathered(join_batches(batches)) if batches else None
     except GradalignError as error:
         raise GradalignError(f"cannot hold out validation examples: {error}") from None
+    own = [] if gathered is None else [gathered.select(rows) for rows in torch.arange(len(gathered)).split(counts)]
+    return clients, gathered, own
 
 
 class _TrainingParts(Sequence[Any]):
@@ -130,23 +133,6 @@ class _TrainingParts(Sequence[Any]):
             return [self[i] for i in range(*client.indices(len(self)))]
         examples = as_examples(self._clients[client])
         return examples.select(self._split(client=client % len(self), examples=len(examples))[0])
-
-
-class _Consecutive(Sequence[Examples | None]):
-    """Examples cut into pieces, one for each client in turn; None for an empty one."""
-
-    def __init__(self, examples: Examples, counts: Sequence[int]) -> None:
-        self._examples, self._ends = examples, np.cumsum([0, *counts])
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, client: Any) -> Any:
-        if isinstance(client, slice):
-            return [self[i] for i in range(*client.indices(len(self)))]
-        client = range(len(self))[client]
-        rows = torch.arange(int(self._ends[client]), int(self._ends[client + 1]))
-        return self._examples.select(rows) if len(rows) else None
 
 
 class _Gathered(Examples):

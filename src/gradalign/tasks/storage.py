@@ -29,6 +29,8 @@ from gradalign.errors import GradalignError
 from gradalign.stopping import at_stake
 
 Arrays = dict[str, NDArray[Any]]
+Progress = Callable[[int, int], None]
+"""Is told the bytes received and how many there will be; 0 where the server does not say."""
 _FORM = "2"  # raise this when a reader changes what it makes of the same file
 _chosen: ContextVar[Path | None] = ContextVar("data_folder", default=None)
 
@@ -175,11 +177,8 @@ NO_ARCHIVE = (
 )
 
 
-def fetch(archive: Archive, folder: Path, progress: Any = False) -> list[Path]:
-    """Download an archive, check it, put its files into the data folder, made where need be, and return them.
-
-    ``progress`` is False, or an object with ``update(bytes)``, ``close()`` and ``total``.
-    """
+def fetch(archive: Archive, folder: Path, progress: Progress | None = None) -> list[Path]:
+    """Download an archive, check it, put its files into the data folder, made where need be, and return them."""
     places = {member: folder / place for member, place in archive.members.items()}
     if not all(path.is_file() for path in places.values()):
         made = not folder.exists()
@@ -196,7 +195,7 @@ def fetch(archive: Archive, folder: Path, progress: Any = False) -> list[Path]:
     return list(places.values())
 
 
-def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
+def _download(archive: Archive, workshop: Path, progress: Progress | None) -> Path:
     import requests
 
     found = workshop / archive.url.rsplit("/", 1)[-1]
@@ -219,7 +218,7 @@ def _download(archive: Archive, workshop: Path, progress: Any) -> Path:
     return found
 
 
-def _receive(archive: Archive, place: Path, progress: Any) -> None:
+def _receive(archive: Archive, place: Path, progress: Progress | None) -> None:
     """Download to a file, but never more than the archive may have."""
     import requests
 
@@ -228,8 +227,6 @@ def _receive(archive: Archive, place: Path, progress: Any) -> None:
         answer.raise_for_status()
         declared = answer.headers.get("Content-Length", "").strip()
         total = int(declared) if declared.isdecimal() and declared.isascii() and len(declared) < 20 else 0
-        if progress:
-            progress.total = total
         received = 0
         if total > archive.most_bytes:
             raise GradalignError(too_much)
@@ -239,9 +236,7 @@ def _receive(archive: Archive, place: Path, progress: Any) -> None:
                 raise GradalignError(too_much)
             target.write(part)
             if progress:
-                progress.update(len(part))
-    if progress:
-        progress.close()
+                progress(received, total)
 
 
 @contextmanager

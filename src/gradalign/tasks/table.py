@@ -96,7 +96,7 @@ def table_task(
         model=make,
         clients=PartitionedClients(pool, train),
         test=TensorExamples(pool, torch.from_numpy(tested)),
-        client_tests=[TensorExamples(pool, torch.from_numpy(own)) if len(own) else None for own in test],
+        client_tests=PartitionedClients(pool, test),
         loss=F.cross_entropy if goal.classes else F.mse_loss,
         metrics=goal.metrics(train, tested),
         groups=None if groups is None else [groups[own] for own in train],

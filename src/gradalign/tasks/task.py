@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from gradalign.errors import ClientError, GradalignError, no_exit, told
+from gradalign.errors import GradalignError, named_failure
 from gradalign.seeding import Purpose, global_stream
 from gradalign.tasks.batches import Examples, TensorExamples, Transform, as_examples, example_count
 from gradalign.tasks.metrics import Metric, NamedMetric, check_metrics
@@ -73,10 +73,8 @@ def _require_whole(model: nn.Module) -> None:
             f"the model's {lazy} has no shape yet, as in nn.LazyLinear; give its sizes, or let the function that makes "
             "the model run one batch through it"
         )
-    try:
+    with named_failure("the model's state", "cannot be read"):  # by a get_extra_state or a hook of the user's own
         model.state_dict()
-    except Exception as error:  # a get_extra_state or a hook of the user's own
-        raise ClientError(f"the model's state cannot be read: {told(error)}") from error
 
 
 def _row_numbers(client: int, part: Any) -> Tensor:
@@ -267,14 +265,9 @@ class Task:
             _require_whole(self.model)
             model = copy.deepcopy(self.model)
         else:
-            try:
-                with global_stream(seed, Purpose.INIT), no_exit(f"the model of the task {self.name}"):
-                    model = self.model()
-            except GradalignError:
-                raise
-            except Exception as error:
-                message = f"the model of the task {self.name} could not be made: {told(error)}"
-                raise ClientError(message) from error
+            failure = named_failure(f"the model of the task {self.name}", "could not be made")
+            with failure, global_stream(seed, Purpose.INIT):
+                model = self.model()
         if not isinstance(model, nn.Module):
             raise GradalignError(f"Task.model must make a torch.nn.Module, got {type(model).__name__}")
         _require_whole(model)

@@ -30,8 +30,8 @@ import torch
 
 from gradalign.algorithms.schedule import require
 from gradalign.client import LocalTraining
-from gradalign.client.trainer import named_failure, one_thread
-from gradalign.errors import GradalignError, whole
+from gradalign.client.trainer import one_thread
+from gradalign.errors import GradalignError, named_failure, whole
 from gradalign.server.measure import probe_clients
 from gradalign.tasks.task import Task
 from gradalign.theory.probe import HalfSplit, Probe, Spread, spread, within_client

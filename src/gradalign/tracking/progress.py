@@ -115,33 +115,13 @@ def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[
         yield SweepBar(progress, {stage: trials * rounds for stage, trials, rounds in sizes})
 
 
-class _DownloadBar:
-    """What a download tells its size and each part to, drawn as a bar; the context that yields it closes it."""
-
-    def __init__(self, progress: Progress, bar: bars.TaskID) -> None:
-        self._progress, self._bar = progress, bar
-
-    @property
-    def total(self) -> float | None:
-        return self._progress.tasks[self._bar].total
-
-    @total.setter
-    def total(self, size: float | None) -> None:
-        self._progress.update(self._bar, total=size or None)
-
-    def update(self, count: int) -> None:
-        self._progress.update(self._bar, advance=count)
-
-    def close(self) -> None:
-        pass
-
-
 @contextmanager
-def download_bar(name: str) -> Iterator[_DownloadBar | None]:
-    """Show a download's progress in a terminal; elsewhere there is no bar."""
+def download_bar(name: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a download's progress in a terminal; yields what to call with the bytes received and all, elsewhere None."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
     with Progress(_NAME, BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), console=console) as progress:
-        yield _DownloadBar(progress, progress.add_task(_plain(name), total=None))
+        bar = progress.add_task(_plain(name), total=None)
+        yield lambda received, total: progress.update(bar, completed=received, total=total or None)
