@@ -68,7 +68,6 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "fast/eligible": ("together", "fast_limits", "lockstep", "same_function"),
     "fast/linear": ("fast_limits", "fast", "lockstep", "same_function", "reference"),
     "fast/lockstep": ("fast_limits", "lockstep", "reference"),
-    "fast/products": TOGETHER,
     "fast/spectrum": ("spectrum",),
     "fast/stacks": ("same_function", "fast"),
     "optim/closures": OPTIM,
@@ -91,10 +90,9 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "theory/check": THEORY,
     "theory/claims": THEORY,
     "theory/descent": THEORY,
-    "theory/family": THEORY,
     "theory/probe": ("probe", "bounds", "measuring", "weights", "evaluation"),
     "theory/problems": THEORY,
-    "theory/whole": ("checks",),
+    "theory/rounds": THEORY,
 }
 
 # Replacements that a tired person might write; most others of cosmic-ray's fail at once for want of a meaning.

@@ -11,11 +11,11 @@ import torch
 from gradalign.algorithms import Scaffold
 from gradalign.fast.cohort import CohortTrainer
 from gradalign.server.federation import Federation
-from gradalign.theory.check import Check, halvings, limit, order, slope_of
+from gradalign.theory.check import Check, limit, order, slope_of
 from gradalign.theory.claims import fedga
 from gradalign.theory.descent import beta_bound, descent, wavy_bowl
 from gradalign.theory.problems import Calculus, Problem, mlp_task, quadratic_task
-from gradalign.theory.whole import whole_rounds
+from gradalign.theory.rounds import whole_rounds
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_a_limit_is_kept_at_equality_and_not_above():
 
 
 def test_a_grid_of_halvings():
-    assert halvings(0.8, 3) == pytest.approx((0.8, 0.4, 0.2, 0.1))
-    assert len(halvings(1.0)) == 8
+    check = order(Check("1", "p", "c", "α", predicted=1), 0.8, lambda value: torch.tensor([value]), scale=1e-9)
+    assert check.grid == pytest.approx((0.8, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625))
 
 
 @pytest.mark.parametrize(("power", "passes"), [(1.91, True), (2.09, True), (1.89, False), (2.11, False)])

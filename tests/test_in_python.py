@@ -14,7 +14,7 @@ from conftest import blobs
 from gradalign.algorithms.plan import combine
 from gradalign.recipes.build import build_task
 from gradalign.report import write_report
-from gradalign.tracking.line import in_notebook, rounds_line
+from gradalign.tracking import in_notebook, rounds_line
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=2, batch_size=10)
 

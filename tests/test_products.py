@@ -15,8 +15,8 @@ import gradalign as ga
 from exchanges import told, who
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup, shuffled_batches
-from gradalign.fast.batches import Neighbours, client_losses, plan_batches
-from gradalign.fast.products import cross_entropies, own_product, shared_product, stepping_product
+from gradalign.fast.batches import Neighbours, client_losses, cross_entropies, plan_batches
+from gradalign.fast.cohort import own_product, shared_product, stepping_product
 from gradalign.seeding import Purpose, torch_stream
 from gradalign.tasks.batches import TensorExamples
 

@@ -172,16 +172,16 @@ def test_at_equal_cost_a_group_counts_with_what_it_had_spent_by_then(tmp_path):
     results = {"fedga": [0.80, 0.82, 0.84], "fedavg": [0.70, 0.71, 0.72]}
     experiment = experiment_of(write_comparison(tmp_path / "c", results))
     views = equal_views(experiment)
-    assert views.heads == ("at 4 communication rounds", "at 400 local updates", "at 240 examples")
-    cells = {row.label: row.cells for row in views.rows}
+    assert views["heads"] == ["at 4 communication rounds", "at 400 local updates", "at 240 examples"]
+    cells = {row.label: row.cells for row in views["rows"]}
     assert cells["fedga"] == ("41.00 ± 1.00", "82.00 ± 2.00", "41.00 ± 1.00"), "half way, the end, half way"
     assert cells["fedavg"] == ("71.00 ± 1.00",) * 3
     # Means 41 and 71, variances 1 and 1: 4 degrees of freedom; then 82 and 71, variances 4 and 1, s² = 5/3.
-    ((names, (communication, first, updates, second)),) = views.pairs
+    ((names, (communication, first, updates, second)),) = views["pairs"]
     assert (names, first, second) == ("fedga − fedavg", "yes", "yes")
     assert communication == f"-30.00 ± {2.7764451 * math.sqrt(2 / 3):.2f}"
     assert updates.startswith("+11.00 ± ")
-    assert views.answer.startswith("At 4 communication rounds each, the seeds tell 1 of 1 pair apart. At 400 local")
+    assert views["answer"].startswith("At 4 communication rounds each, the seeds tell 1 of 1 pair apart. At 400 local")
     page = write_report([tmp_path / "c"], tmp_path / "r.html").read_text()
     assert "at 4 communication rounds" in page
     assert "half the variance" in page
@@ -191,13 +191,13 @@ def test_what_a_target_cost_and_who_did_not_reach_it(tmp_path):
     results = {"fedga": [0.80, 0.40], "fedavg": [0.64, 0.60], "fedprox": [0.2, 0.2]}
     experiment = experiment_of(write_comparison(tmp_path / "c", results, measure={"target_accuracy": 0.6}))
     target = to_target(experiment)
-    assert (target.accuracy, target.heads) == (0.6, ("communication rounds", "local updates", "MB sent"))
-    cells = {row.label: row.cells for row in target.rows}
+    assert (target["accuracy"], target["heads"]) == (0.6, ["communication rounds", "local updates", "MB sent"])
+    cells = {row.label: row.cells for row in target["rows"]}
     assert cells["fedga"] == ("6 (1 of 2 seeds)", "300 (1 of 2 seeds)", "6e-05 (1 of 2 seeds)"), "its third round"
     assert cells["fedavg"][:2] == ("4", "400")
     assert cells["fedprox"] == ("not reached",) * 3
     # Without a target of the recipe's: 95 % of the lowest best, which is 0.2.
-    assert to_target(experiment_of(write_comparison(tmp_path / "d", results))).accuracy == 0.19
+    assert to_target(experiment_of(write_comparison(tmp_path / "d", results)))["accuracy"] == 0.19
 
 
 def test_seeds_of_unequal_number(tmp_path):
@@ -205,10 +205,10 @@ def test_seeds_of_unequal_number(tmp_path):
         write_comparison(tmp_path / "c", {"fedga": [0.8, 0.9], "fedavg": [0.7], "x": [0.1, 0.2]})
     )
     views = equal_views(experiment)
-    assert [row.seeds for row in views.rows] == ["2", "1", "2"]
-    assert "apart (2 of them cannot be, because one side has a single seed)." in views.answer
+    assert [row.seeds for row in views["rows"]] == ["2", "1", "2"]
+    assert "apart (2 of them cannot be, because one side has a single seed)." in views["answer"]
     alone = equal_views(experiment_of(write_comparison(tmp_path / "d", {"fedga": [0.8], "fedavg": [0.7, 0.6]})))
-    assert "no difference can be told from chance: that takes at least two finished seeds of both." in alone.answer
+    assert "no difference can be told from chance: that takes at least two finished seeds of both." in alone["answer"]
 
 
 @pytest.mark.parametrize(

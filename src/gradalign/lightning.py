@@ -72,19 +72,11 @@ class Alignment(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Make the second passes, and complete the gradient before Lightning clips it."""
         parts, self._parts = self._parts, []
-        try:
-            for part in parts:
-                if not optimizer.displace():
-                    break
-                self._run_again(trainer, pl_module, *part)
-        except BaseException:
-            optimizer.restore()
-            raise
-        optimizer.finish()
+        optimizer._second_passes(parts, lambda part: self._run_again(trainer, pl_module, *part))
 
     def _run_again(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
-        module.log = _silent  # type: ignore[method-assign]
+        module.log = lambda *_, **__: None  # type: ignore[method-assign]  # the first pass has logged
         try:
             output = trainer.strategy.training_step(batch, *([batch_idx] if takes_index else []))
         finally:
@@ -94,7 +86,3 @@ class Alignment(Callback):
             raise GradalignError("training_step() returned a loss in the first pass and none in the second")
         with torch.enable_grad():
             module.backward(loss / trainer.accumulate_grad_batches)
-
-
-def _silent(*_: Any, **__: Any) -> None:
-    """Log nothing: the first pass did."""

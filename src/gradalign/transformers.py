@@ -61,15 +61,7 @@ class Aligned:
             self._parts.append(inputs)
         if self.accelerator.sync_gradients:
             parts, self._parts = self._parts, []
-            try:
-                for part in parts:
-                    if not opt.displace():
-                        break
-                    first(model, part, num_items_in_batch)
-            except BaseException:
-                opt.restore()
-                raise
-            opt.finish()  # complete for clipping
+            opt._second_passes(parts, lambda part: first(model, part, num_items_in_batch))
         return loss
 
     def _scale(self, inputs: Any, num_items: Any) -> float:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument
 
-from gradalign.cli.common import AsJson, plain, plain_errors, print_json
+from gradalign.cli.common import AsJson, plain, plain_errors, print_line, print_result
 
 if TYPE_CHECKING:
     from gradalign.recipes.names import Kind
@@ -75,10 +75,7 @@ def algorithms(
     """List the algorithms and the server's rules: what they do, what they cost, their settings."""
     with plain_errors():
         found = describe_algorithms(names or ())
-        if as_json:
-            print_json({"algorithms": found})
-        else:
-            _print(Console(), found)
+        print_result(as_json, {"algorithms": found}, _print, found)
 
 
 def _print(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -100,10 +97,9 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
         made = f"[dim]{plain(row['class'])}({plain(settings)})[/dim]"
         table.add_row(plain(row["name"]), f"{plain(row['description'])}\n{made}", *cells)
     console.print(table)
-    for line in (
-        "trips: communications a round. down, up: vectors as long as the model that a",
-        "client is sent beside x, and sends beside its update. kept: vectors remembered",
-        "for each client. Server rules have no such numbers.",
-        'Names join with "+". Your own: package.module:Class (docs/own-algorithm.md).',
-    ):
-        console.print(line, highlight=False)
+    print_line(
+        console,
+        "trips: communications a round. down, up: vectors as long as the model that a client is sent beside x, and "
+        "sends beside its update. kept: vectors remembered for each client. Server rules have no such numbers.",
+    )
+    print_line(console, 'Names join with "+". Your own: package.module:Class (docs/own-algorithm.md).')

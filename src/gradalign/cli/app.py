@@ -13,8 +13,7 @@ from typer import Argument, Option
 from gradalign import __version__
 from gradalign.cli import common, output_is_lost, theory
 from gradalign.cli.algorithms import algorithms as list_algorithms
-from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
-from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
+from gradalign.cli.common import NO_TABLE, AsJson, DataDir, RecipeDevice, Settings, TableOptions, TrustTask, UserTask
 from gradalign.cli.data import data_app
 from gradalign.cli.reproduce import reproduce
 from gradalign.cli.sweep import sweep
@@ -41,14 +40,14 @@ def _before_all(
     version: bool = Option(False, "--version", help="Print the version and leave.", is_eager=True),
     debug: bool = Option(False, "--debug", help="Show the traceback of an error, too; may stand anywhere."),
 ) -> None:
-    common.show_tracebacks(debug)
+    common.Shown.tracebacks = debug
     if version:
         print(f"gradalign {__version__}")
         raise typer.Exit
 
 
 @app.command()
-@takes_table
+@common.takes_table
 def run(
     recipe: Annotated[str | None, Argument(help="A recipe file, or the name of a shipped recipe: digits, …")] = None,
     settings: Settings = None,
@@ -78,7 +77,7 @@ def run(
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
 
-        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
+        loaded = common.load(recipe, settings, seed, task, table, trust_task=trust_task)
         spec = loaded.spec()
         folder = output_folder(out, f"{spec.name}-{spec.algorithm.name}-seed{spec.seed}", resume=resume)
         common.advise_resume(folder, resume=resume)
@@ -96,14 +95,12 @@ def run(
             result = run_spec(spec, options)
         if result.folder is None:  # one of the ranks that worked for rank 0
             return
-        if as_json:
-            common.print_json(result.summary | {"folder": str(folder)})
-        else:
-            print_summary(Console(), result.summary, folder)
+        told = result.summary | {"folder": str(folder)}
+        common.print_result(as_json, told, print_summary, result.summary, folder)
 
 
 @app.command()
-@takes_table
+@common.takes_table
 def compare(
     recipe: str | None = Argument(None, help="A recipe file or a shipped recipe's name (default: digits)."),
     algorithms: str | None = Option(None, help="Comma-separated, e.g. fedga,fedavg."),
@@ -134,7 +131,7 @@ def compare(
         from gradalign.tasks.storage import using_data_folder
         from gradalign.tracking.progress import rounds_bar
 
-        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task, default="digits")
+        loaded = common.load(recipe, settings, seed, task, table, trust_task=trust_task, default="digits")
         entries = loaded.compare.algorithms
         if algorithms is not None:
             entries = [name.strip() for name in algorithms.split(",")]
@@ -159,10 +156,8 @@ def compare(
                 gathered = gather(one.folder for one in planned)
                 summary = write_comparison(folder, planned, gathered, loaded.compare.curves)
                 page = report_gathered(gathered, folder / REPORT)
-        if as_json:
-            common.print_json(summary | {"folder": str(folder), "report": str(page)})
-        else:
-            print_comparison(Console(), summary, folder)
+        told = summary | {"folder": str(folder), "report": str(page)}
+        common.print_result(as_json, told, print_comparison, summary, folder)
         failures = [f"{run.entry}, seed {run.seed}: {run.failure}" for run in gathered.runs if run.failure]
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
@@ -177,10 +172,7 @@ def tasks(as_json: AsJson = False) -> None:
         from gradalign.recipes import shipped_recipes
 
         found, recipes = describe_tasks(), list(shipped_recipes())
-        if as_json:
-            common.print_json({"tasks": found, "recipes": recipes})
-        else:
-            print_tasks(Console(), found, recipes)
+        common.print_result(as_json, {"tasks": found, "recipes": recipes}, print_tasks, found, recipes)
 
 
 @app.command()
@@ -192,10 +184,7 @@ def show(
         from gradalign.cli.tables import load_shown, print_shown
 
         shown = load_shown(folder)
-        if as_json:
-            common.print_json(shown)
-        else:
-            print_shown(Console(), shown, folder)
+        common.print_result(as_json, shown, print_shown, shown, folder)
 
 
 for command in (list_algorithms, reproduce, sweep, theory.verify, theory.diagnose):

@@ -1,17 +1,20 @@
-"""What all commands share: options, and how the user's mistakes and interrupts are told."""
+"""What all commands share: options, recipes and tables, and how mistakes and interrupts are told."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 import typer
 from rich.console import Console
@@ -27,6 +30,10 @@ from gradalign.engines import rank, under_torchrun
 from gradalign.errors import GradalignError, LostRankError, shown_text
 from gradalign.runs import COMPARISON, SPEC, SWEEP
 
+if TYPE_CHECKING:
+    from gradalign.recipes import Recipe
+
+P = ParamSpec("P")
 Settings = Annotated[
     list[str] | None,
     Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
@@ -48,17 +55,20 @@ RecipeDevice = Annotated[
     Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs (default: the recipe's device, or cpu)."),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
+_FILE = Option("--csv", "--parquet", metavar="FILE", help="Train on this table, CSV or Parquet; needs no recipe.")
+_KIND = Option("--regression/--classes", help="With --csv: predict a number, or a class (default: by the values).")
+_TABLE_OPTIONS: dict[str, Any] = {
+    "csv": Annotated[Path | None, _FILE],
+    "target": Annotated[str | None, Option(metavar="COLUMN", help="With --csv: the column to predict.")],
+    "client": Annotated[str | None, Option(metavar="COLUMN", help="With --csv: the column that says who holds a row.")],
+    "regression": Annotated[bool | None, _KIND],
+}
 
 
-class _Shown:
+class Shown:
     """How errors are shown: with --debug, by the whole traceback, too."""
 
     tracebacks = False
-
-
-def show_tracebacks(wanted: bool) -> None:
-    """Show the traceback of every error, or none."""
-    _Shown.tracebacks = wanted
 
 
 def _keep_help(made: TyperArgument, *, help: str | None = None, **given: Any) -> None:
@@ -114,7 +124,7 @@ def plain_errors(hint: str = "") -> Iterator[None]:
 
 
 def _show_traceback(error: Exception) -> None:
-    if _Shown.tracebacks:
+    if Shown.tracebacks:
         for line in "".join(traceback.format_exception(error)).splitlines():
             print(shown_text(line), file=sys.stderr)
 
@@ -127,6 +137,76 @@ def advise_resume(folder: Path, *, resume: bool) -> None:
     files = [folder / name for name in (SPEC, COMPARISON, SWEEP)]
     strange = not resume and any(map(os.path.lexists, files))
     stopping.advise(lambda: _RESUME if not strange and any(map(os.path.lexists, files)) else "")
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """What was given of ``--csv``, ``--target`` and ``--client``: the user's own table in place of a recipe's task."""
+
+    csv: Path | None = None
+    target: str | None = None
+    client: str | None = None
+    regression: bool | None = None
+
+    def task(self) -> dict[str, Any] | None:
+        """Return the [task] table that the options describe; None when they are not used."""
+        columns = {"--target": self.target, "--client": self.client}
+        if self.csv is None:
+            given = [name for name, value in columns.items() if value is not None]
+            given += [] if self.regression is None else ["--regression" if self.regression else "--classes"]
+            if given:
+                raise GradalignError(f"{given[0]} belongs to a table; name its file with --csv")
+            return None
+        missing = next((name for name, value in columns.items() if value is None), None)
+        if missing:
+            from gradalign.tasks.columns import read_table
+
+            names = ", ".join(read_table(self.csv).names)
+            raise GradalignError(f"--csv needs {missing} too, one of the columns of {self.csv}: {names}")
+        kind = {} if self.regression is None else {"kind": "regression" if self.regression else "classes"}
+        return {"name": "table", "path": str(self.csv), "target": self.target, "client": self.client, **kind}
+
+
+NO_TABLE = TableOptions()
+
+
+def takes_table(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that has an argument ``table`` the options that describe one."""
+    known = inspect.signature(command, eval_str=True)
+    own = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+        for name, hint in _TABLE_OPTIONS.items()
+    ]
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        command(table=TableOptions(**{name: given.pop(name) for name in _TABLE_OPTIONS}), **given)
+
+    others = [parameter for name, parameter in known.parameters.items() if name != "table"]
+    with_options.__signature__ = known.replace(parameters=[*others, *own])  # type: ignore[attr-defined]
+    return with_options
+
+
+def load(
+    recipe: str | None,
+    settings: Sequence[str] | None,
+    seed: int | None,
+    task: str | None,
+    table: TableOptions,
+    *,
+    trust_task: bool,
+    default: str | None = None,
+) -> Recipe:
+    """Read the recipe, or the one for tables where there is a table and no recipe."""
+    from gradalign.recipes import load_recipe
+
+    own = table.task()
+    if own is not None and task is not None:
+        raise GradalignError("--task and --csv both say what to train; give one of them")
+    name = recipe or ("table" if own else default)
+    if name is None:
+        raise GradalignError("name a recipe, such as digits, or a table: --csv FILE --target COLUMN --client COLUMN")
+    return load_recipe(name, settings or (), seed, own or task, trust_task=trust_task)
 
 
 def say(text: str) -> None:
@@ -169,6 +249,16 @@ def print_json(data: Any) -> None:
     """Print for programs; what a terminal could obey is written as JSON's escapes, and what is not finite as null."""
     text = json.dumps(_finite(data), indent=2, ensure_ascii=False, default=str, allow_nan=False)
     print("".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text))
+
+
+def print_result(
+    as_json: bool, data: Any, show: Callable[Concatenate[Console, P], None], *shown: P.args, **options: P.kwargs
+) -> None:
+    """Print data for programs, or show people what ``show`` makes of the rest."""
+    if as_json:
+        print_json(data)
+    else:
+        show(Console(), *shown, **options)
 
 
 def _finite(value: Any) -> Any:

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradalign.cli.common import AsJson, DataDir, TaskSettings, plain, plain_errors, print_json, print_line, print_table
+from gradalign.cli import common
+from gradalign.cli.common import AsJson, DataDir, TaskSettings, plain, print_line, print_table
 from gradalign.errors import GradalignError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _SHOWN_CLIENTS, _SHOWN_CLASSES = 12, 6
 
 @contextmanager
 def _in_folder(folder: Path | None) -> Iterator[None]:
-    with plain_errors():
+    with common.plain_errors():
         from gradalign.tasks.storage import using_data_folder
 
         with using_data_folder(folder):
@@ -46,10 +47,7 @@ def list_data(context: typer.Context, data_dir: DataDir = None, as_json: AsJson 
         from gradalign.tasks.storage import data_folder
 
         found = [describe_data(name) for name in DATA_SETS]
-        if as_json:
-            print_json({"folder": str(data_folder()), "data": found})
-        else:
-            _print_data(Console(), found, data_folder())
+        common.print_result(as_json, {"folder": str(data_folder()), "data": found}, _print_data, found, data_folder())
 
 
 @data_app.command("get")
@@ -103,10 +101,8 @@ def show_data(
         words = options.get("partition") or _default(TASKS.get(name), "partition")
         picture = out or Path(f"{name.replace(':', '-')}-{words}.png")
         draw_class_counts(picture, task, counted)
-        if as_json:
-            print_json({"task": task.describe(), "counts": counted.counts.tolist(), "picture": str(picture)})
-        else:
-            _print_class_counts(Console(), task, counted, picture)
+        told = {"task": task.describe(), "counts": counted.counts.tolist(), "picture": str(picture)}
+        common.print_result(as_json, told, _print_class_counts, task, counted, picture)
 
 
 def _default(make: Any, setting: str) -> str:

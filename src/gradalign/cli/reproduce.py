@@ -70,10 +70,7 @@ def reproduce(
         )
         if show_list:
             rows = [work.state(one) for one in chosen]
-            if as_json:
-                common.print_json(rows)
-            else:
-                _print_list(Console(), rows)
+            common.print_result(as_json, rows, _print_list, rows)
             return
         work.require_scale()
         with using_data_folder(data_dir):
@@ -86,12 +83,9 @@ def reproduce(
             results = work.results()
         if report_only and not results["experiments"]:
             raise GradalignError(f"{out} holds no finished run of the list; begin without --report")
-        if as_json:
-            common.print_json(results)
-        else:
-            named = {one.name for one in chosen}
-            table = verdict_table([one for one in results["experiments"] if one["name"] in named])
-            _print_verdicts(Console(), table, results["report"])
+        named = {one.name for one in chosen}
+        table = verdict_table([one for one in results["experiments"] if one["name"] in named])
+        common.print_result(as_json, results, _print_verdicts, table, results["report"])
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:

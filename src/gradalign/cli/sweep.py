@@ -6,17 +6,15 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
 from typer import Argument, Option
 
 from gradalign.cli import common
-from gradalign.cli.common import AsJson, DataDir, RecipeDevice, Settings, TrustTask, UserTask
-from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table
+from gradalign.cli.common import NO_TABLE, AsJson, DataDir, RecipeDevice, Settings, TableOptions, TrustTask, UserTask
 from gradalign.engines import under_torchrun
 from gradalign.errors import GradalignError
 
 
-@takes_table
+@common.takes_table
 def sweep(
     recipe: Annotated[str | None, Argument(help="A recipe file or a shipped recipe's name.")] = None,
     algorithm: str | None = Option(None, help="What to tune, e.g. fedga or fedprox (default: the recipe's)."),
@@ -67,7 +65,7 @@ def sweep(
         from gradalign.sweep.plan import plan_sweep
         from gradalign.tasks.storage import using_data_folder
 
-        loaded = load(recipe, settings, seed, task, table, trust_task=trust_task)
+        loaded = common.load(recipe, settings, seed, task, table, trust_task=trust_task)
         options = RunOptions(
             device=device or loaded.device,
             workers=workers,
@@ -91,7 +89,4 @@ def sweep(
             folder = output_folder(out, f"sweep-{plan.name}", resume=resume)
             common.advise_resume(folder, resume=True)  # as the same command does, unasked
             summary = run_sweep(plan, folder, options, storage=storage, study=study, show=sys.stderr.isatty())
-        if as_json:
-            common.print_json(summary)
-        else:
-            print_sweep(Console(), summary, folder)
+        common.print_result(as_json, summary, print_sweep, summary, folder)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from gradalign.cli.common import plain, print_line, print_table
-from gradalign.cli.results import clients_tables, further_rows
 from gradalign.errors import GradalignError
 from gradalign.recipes import NUMBERS_LEFT_OUT
 from gradalign.recipes.build import TASKS
 from gradalign.report.statistics import spread_words
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics
-from gradalign.runs.untrusted import is_there, read_spec, read_table
+from gradalign.runs.untrusted import is_there, number_of, read_spec, read_table
+
+_STATISTICS = ("mean", "worst", "worst_tenth", "spread")
+_NAMES = {"clients": "clients", "personalized": "tuned at home"}
 
 
 def seeds_words(summary: Mapping[str, Any]) -> str:
@@ -28,13 +31,6 @@ def seeds_words(summary: Mapping[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
-
-
-def _bytes(count: int) -> str:
-    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}"
 
 
 def _data_line(task: Mapping[str, Any] | None) -> str:
@@ -74,16 +70,17 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
     if summary.get("final_validation_loss") is not None:
         scores[1] = ("validation loss", _number(summary["final_validation_loss"]))
     communication, updates = summary["communication_rounds"], summary["local_updates"]
+    down, up = (decimal(summary[f"bytes_{way}"], precision=2) for way in ("down", "up"))
     rows = [
         ("algorithm", f"{summary['algorithm']}, seed {summary['seed']}"),
         ("data", _data_line(summary["task"])),
         ("scale", summary.get("scale")),
         *scores,
-        *further_rows(summary),
+        *_further_rows(summary),
         ("training loss", _number(summary["final_train_loss"])),
         ("r(x)", _number(summary["final_r"])),
         ("rounds", f"{summary['rounds']} ({communication} of communication, {updates:,} local updates)"),
-        ("sent", f"{_bytes(summary['bytes_down'])} down, {_bytes(summary['bytes_up'])} up"),
+        ("sent", f"{down} down, {up} up"),
         ("paper", _paper_words(summary.get("paper"))),
         ("time", f"{summary['seconds']:.1f} s"),
         ("folder", folder),
@@ -93,6 +90,36 @@ def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) ->
         if text or name == "data":
             table.add_row(f"[bold]{name}[/bold]", plain(text))
     print_table(console, table)
+
+
+def _further_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the lines that only some runs have: further metrics, their clients, an early end."""
+    for key, value in summary.items():
+        on, _, name = key.removeprefix("final_").partition("_")
+        known = number_of(value)
+        further = on in ("test", "validation") and name not in ("accuracy", "loss")
+        if key.startswith("final_") and further and known is not None:
+            yield f"{on} {name}", f"{known:.4g}"
+    for prefix, name in _NAMES.items():
+        words = _client_words(summary, prefix)
+        if words:
+            yield name, words
+    followed = summary.get("monitor")
+    best = number_of(followed.get("best")) if isinstance(followed, Mapping) else None
+    if isinstance(followed, Mapping) and best is not None:
+        yield "best round", f"{followed.get('round')}, {str(followed.get('name')).replace('_', ' ')} {best:.4g}"
+    if summary.get("stopped"):
+        yield "stopped early", str(summary["stopped"])
+
+
+def _client_words(summary: Mapping[str, Any], prefix: str) -> str:
+    """Say how the clients fared one by one: by accuracy, or by loss where there is none."""
+    for metric, form in (("accuracy", "{:.2%}"), ("loss", "{:.4g}")):
+        found = {what: number_of(summary.get(f"final_{prefix}_{what}_{metric}")) for what in _STATISTICS}
+        if None not in found.values():
+            words = (f"{what.replace('_', ' ')} {form.format(value)}" for what, value in found.items())
+            return f"{metric}: {', '.join(words)}"
+    return ""
 
 
 def _paper_words(paper: Mapping[str, Any] | None) -> str | None:
@@ -133,7 +160,7 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
         cells += [_target_cell(entry), spread_words(entry["final_r"], ".2g")]
         table.add_row(name, *cells, *([_paper_number(entry.get("paper_test_accuracy"))] if known else []))
     print_table(console, table)
-    for table in clients_tables(entries, spread_words):
+    for table in _clients_tables(entries):
         print_table(console, table)
     lines = [
         _data_line(summary["task"]),
@@ -145,6 +172,24 @@ def print_comparison(console: Console, summary: Mapping[str, Any], folder: Path)
     ]
     for line in filter(None, lines):
         print_line(console, line)
+
+
+def _clients_tables(entries: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """Yield a comparison's tables of the clients' own results, as far as there are any."""
+    for prefix in _NAMES:
+        for metric, unit, form, scale in (("accuracy", ", %", ".2f", 100.0), ("loss", "", ".4g", 1.0)):
+            if not any(entry.get(f"final_{prefix}_worst_{metric}") for entry in entries):
+                continue
+            tuned = ", tuned at home" if prefix == "personalized" else ""
+            table = Table(title=f"{metric}{unit} of each client on its own test examples{tuned}")
+            table.add_column("algorithm", style="bold")
+            for what in _STATISTICS:
+                table.add_column(what.replace("_", " "), justify="right")
+            for entry in entries:
+                found = (entry.get(f"final_{prefix}_{what}_{metric}") for what in _STATISTICS)
+                table.add_row(plain(entry["name"]), *(spread_words(spread, form, scale) for spread in found))
+            yield table
+            break
 
 
 def describe_tasks() -> list[dict[str, Any]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -13,18 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradalign.cli.common import (
-    AsJson,
-    Device,
-    TaskSettings,
-    TrustTask,
-    plain,
-    plain_errors,
-    print_json,
-    print_line,
-    print_table,
-)
-from gradalign.cli.csv import NO_TABLE, TableOptions, load, takes_table, task_and_options
+from gradalign.cli import common
+from gradalign.cli.common import AsJson, Device, TableOptions, TaskSettings, TrustTask, plain, print_line, print_table
+from gradalign.errors import GradalignError
 
 if TYPE_CHECKING:
     from gradalign.client import LocalTraining
@@ -35,11 +26,11 @@ if TYPE_CHECKING:
 Seed = Annotated[int, Option(min=0, help="The seed of everything random.")]
 
 
-def _task(name: str, seed: int, settings: Sequence[str] = (), own: Mapping[str, Any] | None = None) -> Task:
+def _task(name: str, seed: int, settings: Sequence[str] = ()) -> Task:
     from gradalign.recipes import parse_settings
     from gradalign.recipes.build import build_task
 
-    return build_task(name, seed=seed, options={**(own or {}), **parse_settings(settings)})
+    return build_task(name, seed=seed, options=parse_settings(settings))
 
 
 def _mark(check: Check, text: str) -> str:
@@ -74,7 +65,7 @@ def _limits_table(checks: Sequence[Check]) -> Table:
     return table
 
 
-def _print_checks(checks: Sequence[Check], console: Console) -> None:
+def _print_checks(console: Console, checks: Sequence[Check]) -> None:
     print_table(console, _orders_table(checks))
     print_table(console, _limits_table(checks))
     noted = [check for check in checks if check.note]
@@ -91,7 +82,7 @@ def verify(
     seed: Seed = 0,
 ) -> None:
     """Measure the paper's claims on this library's own code; exit code 1 when one of them fails."""
-    with plain_errors():
+    with common.plain_errors():
         from gradalign.theory import verify as run_checks
         from gradalign.theory.check import plot_checks, require_plottable
 
@@ -101,15 +92,14 @@ def verify(
             checks = run_checks(task=None if task is None else _task(task, seed), seed=seed)
         if plot is not None:
             plot_checks(checks, plot)
-        if as_json:
-            print_json({"passed": all(check.passed for check in checks), "checks": [asdict(c) for c in checks]})
-        else:
-            _print_checks(checks, Console())
-    if not all(check.passed for check in checks):
+        passed = all(check.passed for check in checks)
+        told = {"passed": passed, "checks": [asdict(check) for check in checks]}
+        common.print_result(as_json, told, _print_checks, checks)
+    if not passed:
         raise typer.Exit(1)
 
 
-def _print_diagnosis(found: Diagnosis, console: Console) -> None:
+def _print_diagnosis(console: Console, found: Diagnosis) -> None:
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.3g}"
 
@@ -157,28 +147,29 @@ def _subject(
     from gradalign.recipes.spec import Section, Spec
 
     if name is not None and name not in shipped_recipes() and Path(name).suffix != ".toml" and not Path(name).is_file():
-        task, own_options = task_and_options(name, table)
-        return _task(task, seed or 0, settings, own_options), None, seed or 0
+        if table.task() is not None:
+            raise GradalignError("a task and --csv both say what to diagnose; give one of them")
+        return _task(name, seed or 0, settings), None, seed or 0
     words = [word.partition("=")[0].strip() for word in settings]
     tables = {name for name, field in Spec.model_fields.items() if isinstance(field.default, Section)}
     of_the_run = {"scale", *Spec.model_fields} - tables  # rounds=3; but clients=3 is about the task
     own = ["." not in word and word not in of_the_run for word in words]
     sections = [f"task.{setting}" if bare else setting for setting, bare in zip(settings, own, strict=True)]
-    spec = load(name, sections, seed, None, table, trust_task=trust_task).spec()
+    spec = common.load(name, sections, seed, None, table, trust_task=trust_task).spec()
     local = build_local(spec.local, build_algorithm(spec.algorithm, spec.server))
     lr = spanning(local.lr, spec.rounds)
     largest = max(value_at(lr, index) for index in range(spec.rounds))  # a schedule may begin with 0
     return task_of(spec), replace(local, lr=largest), spec.seed
 
 
-@takes_table
+@common.takes_table
 def diagnose(
     subject: Annotated[
         str | None,
         Argument(metavar="[RECIPE]", help="A recipe file, a shipped recipe's or a task's name, or module:function."),
     ] = None,
     settings: TaskSettings = None,
-    table: TableOptions = NO_TABLE,
+    table: TableOptions = common.NO_TABLE,
     trust_task: TrustTask = False,
     as_json: AsJson = False,
     seed: int | None = Option(None, min=0, help="The seed of everything random (default: the recipe's, or 0)."),
@@ -193,7 +184,7 @@ def diagnose(
 
     It says what aligning them costs, which form to try, and where to search β.
     """
-    with plain_errors():
+    with common.plain_errors():
         from gradalign.algorithms.schedule import value_at
         from gradalign.client.trainer import check_device
         from gradalign.theory.diagnose import diagnose as measure
@@ -215,7 +206,4 @@ def diagnose(
             device=device,
             local=local,
         )
-        if as_json:
-            print_json(asdict(found))
-        else:
-            _print_diagnosis(found, Console())
+        common.print_result(as_json, asdict(found), _print_diagnosis, found)

@@ -1,4 +1,4 @@
-"""The batches of clients that step together: those of the per-client path, laid side by side."""
+"""The batches of clients that step together, those of the per-client path laid side by side, and their losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from gradalign.client import LocalTraining
 from gradalign.client.exchange import Broadcast, CachedGradient, Gradient, Participant, Update
 from gradalign.client.trainer import Setup, gradient_rows, shuffled_passes
-from gradalign.fast.products import cross_entropies
 from gradalign.seeding import Purpose, stream_seeds
 from gradalign.tasks.batches import TensorExamples
 
@@ -168,6 +167,33 @@ def plan_batches(setup: Setup, group: Neighbours, starts: Sequence[int], dtype: 
 def take(values: Tensor, rows: Tensor) -> Tensor:
     """Return the values at a table of row numbers; faster than indexing."""
     return values.index_select(0, rows.flatten()).view(*rows.shape, *values.shape[1:])
+
+
+class _CrossEntropies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        logarithms, places = torch.log_softmax(outputs, dim=2), targets.unsqueeze(2)
+        each = logarithms.gather(2, places).squeeze(2)
+        ctx.save_for_backward(logarithms, places, weights)
+        return each.mean(dim=1).neg_() if weights is None else each.mul_(weights).sum(dim=1).neg_()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logarithms, places, weights = ctx.saved_tensors
+        factors = gradients[0].unsqueeze(1) * (1 / places.shape[1] if weights is None else weights)
+        grad_output = logarithms.exp()  # the gradient of −log p is p − 1 where the target is, p elsewhere
+        grad_output.scatter_add_(2, places, grad_output.new_full((1, 1, 1), -1.0).expand(places.shape))
+        return grad_output.mul_(factors.unsqueeze(2)), None, None
+
+
+def cross_entropies(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Return each client's sum of its examples' cross-entropies times ``weights``, their mean when None.
+
+    Outputs are (client, example, class); every target must be a class.
+    """
+    losses: Tensor = _CrossEntropies.apply(outputs, targets, weights)  # type: ignore[no-untyped-call]
+    return losses
 
 
 def client_losses(outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:

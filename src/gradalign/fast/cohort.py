@@ -3,7 +3,7 @@
 For a network of a few thousand parameters the time of a step is Python's, not the arithmetic's. So a *cohort* of
 clients is trained together: every parameter gets a leading client axis, a linear layer becomes one ``baddbmm``,
 and each client still takes its own steps from its own start on its own batches. The result is the per-client
-loop's up to rounding.
+loop's up to rounding. Linear layers have a backward of their own: fewer passes than autograd's.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gradalign.algorithms.view import Plan
 from gradalign.client.exchange import Broadcast, Gradient, GradientCache, Update
@@ -21,11 +23,83 @@ from gradalign.client.flat import all_finite
 from gradalign.client.step import set_out
 from gradalign.client.trainer import Setup
 from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
-from gradalign.fast.products import own_product, shared_product, stepping_product
 
 COHORT = 25
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """How a linear layer is applied: inputs, weight and bias of all clients."""
+
+
+def own_product(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return each client's linear map of its own rows: (client, row, in), (client, out, in), (client, out)."""
+    return inputs @ weight.mT if bias is None else torch.baddbmm(bias.unsqueeze(1), inputs, weight.mT)
+
+
+class _SharedProduct(torch.autograd.Function):
+    """From rows, client after client, to rows: a result of its own, which may be changed in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, clients: int, found: list[Tensor], needed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.biased, ctx.clients, ctx.found, ctx.needs_grad_input = bias is not None, clients, found, needed
+        return F.linear(rows, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (rows, weight), grad_output = ctx.saved_tensors, gradients[0]
+        own_rows, own_outputs = (each.reshape(ctx.clients, -1, each.shape[-1]) for each in (rows, grad_output))
+        if ctx.biased:
+            ctx.found.append(own_outputs.sum(dim=1))
+        ctx.found.append(torch.bmm(own_outputs.mT, own_rows))
+        return grad_output @ weight if ctx.needs_grad_input else None, None, None, None, None, None
+
+
+def shared_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, found: list[Tensor]) -> Tensor:
+    """Return the linear map of all clients' rows (client, row, in) by one weight and bias.
+
+    Backward appends each client's own gradient of the bias, then of the weight, to ``found``: from the last layer to
+    the first.
+    """
+    wanted = inputs.requires_grad
+    inputs = inputs if wanted else inputs.detach().requires_grad_()  # or backward would not come by the first layer
+    rows, clients = inputs.flatten(0, 1), len(inputs)
+    outputs: Tensor = _SharedProduct.apply(rows, weight, bias, clients, found, wanted)  # type: ignore[no-untyped-call]
+    return outputs.view(clients, -1, outputs.shape[-1])
+
+
+class _SteppingProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, lr: float, decay: float, needs_grad_input: bool
+    ) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.weight, ctx.bias, ctx.needs_grad_input = weight, bias, needs_grad_input
+        ctx.lr, ctx.decay = lr, decay
+        return own_product(inputs, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (inputs,), grad_output = ctx.saved_tensors, gradients[0]
+        grad_input = torch.bmm(grad_output, ctx.weight) if ctx.needs_grad_input else None
+        if ctx.decay:  # added to the gradient: 1 − lr·decay may round to 1
+            gradient = torch.baddbmm(ctx.weight, grad_output.mT, inputs, beta=ctx.decay)
+            ctx.weight.sub_(gradient, alpha=ctx.lr)
+        else:
+            ctx.weight.baddbmm_(grad_output.mT, inputs, alpha=-ctx.lr)
+        if ctx.bias is not None:
+            ctx.bias.sub_(grad_output.sum(dim=1).add_(ctx.bias, alpha=ctx.decay), alpha=ctx.lr)
+        return grad_input, None, None, None, None, None
+
+
+def stepping_product(inputs: Tensor, weight: Tensor, bias: Tensor | None, *, lr: float, decay: float = 0.0) -> Tensor:
+    """Return ``own_product``; backward, which is to come by once, takes a step of SGD with weight and bias."""
+    wanted = inputs.requires_grad
+    inputs = inputs if wanted else inputs.detach().requires_grad_()  # or backward would not come by the first layer
+    outputs: Tensor = _SteppingProduct.apply(inputs, weight, bias, lr, decay, wanted)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class CohortTrainer:

@@ -27,8 +27,8 @@ from gradalign.client.exchange import Gradient, GradientCache, Update
 from gradalign.client.flat import all_finite
 from gradalign.client.trainer import Setup
 from gradalign.fast.batches import Batches, Neighbours, client_losses, nonfinite_members, pad, plan_batches, take
+from gradalign.fast.cohort import own_product
 from gradalign.fast.linear import GradientFactors, LargeWeight, Own, is_large, large_product
-from gradalign.fast.products import own_product
 from gradalign.fast.spectrum import convolve
 
 TOGETHER = 5

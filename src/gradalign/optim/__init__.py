@@ -206,6 +206,18 @@ class GradAlign(TwoPassSteps):
         self.finish()
         return nn.utils.clip_grad_norm_(self.trained_parameters(), max_norm, norm_type)
 
+    def _second_passes(self, parts: Iterable[Any], run: Callable[[Any], object]) -> None:
+        """Run the collected parts again, each at its displaced point where it has one; then ``.grad`` is complete."""
+        try:
+            for part in parts:
+                if not self.displace():
+                    break
+                run(part)
+        except BaseException:
+            self.restore()
+            raise
+        self.finish()
+
     def _refuse_half_step(self, call: str, *, collected: bool = False) -> None:
         half = self._passes is not None and (self._passes.second or not collected)
         if half or self._finite is not None:

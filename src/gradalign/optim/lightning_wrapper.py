@@ -12,17 +12,11 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from gradalign.errors import GradalignError
+from gradalign.optim.wrapper import delegated
 
 
 def is_lightnings(cls: type) -> bool:
     return hasattr(cls, "_to_lightning_optimizer")
-
-
-def _redirected(name: str) -> property:
-    def write(wrapper: Any, value: Any) -> None:
-        setattr(wrapper._optimizer, name, value)
-
-    return property(lambda wrapper: getattr(wrapper._optimizer, name), write)
 
 
 def complete(cls: Any, optimizer_class: type) -> None:
@@ -30,7 +24,7 @@ def complete(cls: Any, optimizer_class: type) -> None:
     wrapper = cls.__bases__[0]
     for name in dir(optimizer_class):
         if not name.startswith("__") and not hasattr(wrapper, name):
-            setattr(cls, name, _redirected(name))
+            setattr(cls, name, delegated(name, to="_optimizer"))
 
     def step(self: Any, closure: Any = None, *batch: Any, **options: Any) -> Any:
         """Take one of the optimizer's steps and count it, in all the forms of ``GradAlign.step``."""

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradalign.optim.gradients import Gradients
-from gradalign.optim.shards import as_held, held_values, is_shard
+from gradalign.optim.gradients import Gradients, as_held, held_values, is_shard
 
 
 class PendingGradient:

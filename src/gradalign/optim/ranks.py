@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradalign.errors import GradalignError
-from gradalign.optim.gradients import Gradients, all_finite
-from gradalign.optim.shards import gathering_modules
+from gradalign.optim.gradients import Gradients, all_finite, gathering_modules
 
 
 class Ranks:
@@ -79,8 +78,9 @@ class Ranks:
         return sent[0]
 
     def sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        if self.size == 1:
-            return list(numbers)
+        return list(numbers) if self.size == 1 else self._sums(numbers, device)
+
+    def _sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         flat = torch.tensor(numbers, dtype=torch.float64, device=device)
         dist.all_reduce(flat, group=self.group)
         return list(flat.tolist())
@@ -160,11 +160,6 @@ class ShardedRanks(Ranks):
     def size(self) -> int:
         """One, as nothing is to be averaged."""
         return 1
-
-    def _sums(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        flat = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.all_reduce(flat, group=self.group)
-        return list(flat.tolist())
 
     def spread(self, weights: list[float], device: torch.device) -> tuple[list[float], list[float]]:
         """Weigh parts by what all ranks have of them; a rank's loss counts by what it has, times the ranks."""

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gradalign.errors import GradalignError
-from gradalign.optim.gradients import Gradients, all_finite, put_gradients, take_gradients
+from gradalign.optim.gradients import Gradients, all_finite, held_values, put_gradients, take_gradients
 from gradalign.optim.pending import LastPart, PlainGradient
 from gradalign.optim.ranks import positive_weight
-from gradalign.optim.shards import held_values
 from gradalign.optim.two_passes import TwoPasses, random_state
 from gradalign.optim.wrapper import OptimizerWrapper
 

@@ -18,8 +18,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradalign.errors import GradalignError
-from gradalign.optim.gradients import Gradients, add_gradients, forget_derived_values, put_values, take_gradients
-from gradalign.optim.shards import held_values
+from gradalign.optim.gradients import (
+    Gradients,
+    add_gradients,
+    forget_derived_values,
+    held_values,
+    put_values,
+    take_gradients,
+)
 
 RandomState = tuple[Tensor, Tensor | None]
 

@@ -16,10 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.errors import GradalignError
-from gradalign.optim.gradients import forget_derived_values
+from gradalign.optim.gradients import are_shards, forget_derived_values
 from gradalign.optim.pending import LastPart, PlainGradient
 from gradalign.optim.ranks import Ranks, ShardedRanks
-from gradalign.optim.shards import are_shards
 from gradalign.optim.two_passes import FrozenBuffers, RandomState, TwoPasses
 
 
@@ -70,16 +69,19 @@ class DdpWatch:
             self._refuse()
 
 
-def _delegated(name: str) -> Any:
-    return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
-    )
+def delegated(name: str, to: str = "optimizer") -> Any:
+    """Return a property that is read from and written to the object beside it."""
+
+    def write(wrapper: Any, value: Any) -> None:
+        setattr(getattr(wrapper, to), name, value)
+
+    return property(lambda wrapper: getattr(getattr(wrapper, to), name), write)
 
 
 class OptimizerWrapper(Optimizer):
     """Settings and ranks of a ``GradAlign``, explained there; groups, state and hooks are the wrapped optimizer's."""
 
-    param_groups, state, defaults = _delegated("param_groups"), _delegated("state"), _delegated("defaults")
+    param_groups, state, defaults = delegated("param_groups"), delegated("state"), delegated("defaults")
 
     def __init__(
         self,

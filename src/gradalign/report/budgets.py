@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from gradalign.report.experiments import Experiment, Group, table_of
-from gradalign.report.statistics import TableRow, in_order, mean_and_std, pairs_of, told_apart
+from gradalign.recipes import found
+from gradalign.report.experiments import Experiment, Group
+from gradalign.report.statistics import TableRow, in_order, in_percent, mean_and_std, pairs_of, told_apart
 from gradalign.runs.read import Row, Run
 from gradalign.runs.untrusted import number_of
 
@@ -42,49 +43,36 @@ class Budget:
 def budgets_of(experiment: Experiment) -> list[Budget]:
     """Return the budgets that all groups with results can be compared at, in the order of ``VIEWS``."""
     complete = [run for group in experiment.groups if group.scores() for run in group.complete if run.rows]
-    found = []
+    budgets = []
     for axis in VIEWS:
         spent = [run.rows[-1].get(axis) for run in complete]
         known = [value for value in spent if value is not None]
         if known and len(known) == len(spent) and min(known) > 0:
-            found.append(Budget(axis=axis, most=min(known)))
-    return found
+            budgets.append(Budget(axis=axis, most=min(known)))
+    return budgets
 
 
-@dataclass(frozen=True, kw_only=True)
-class Views:
-    """An experiment at equal budgets: a table, what the seeds tell, and the pairs, each with a cell for every view."""
+def equal_views(experiment: Experiment) -> dict[str, Any] | None:
+    """Compare the groups at equal budgets; None where no accuracy or no cost is known.
 
-    heads: tuple[str, ...]
-    rows: list[TableRow]
-    answer: str
-    pair_heads: tuple[str, ...]
-    pairs: list[tuple[str, list[str]]]
-
-
-def equal_views(experiment: Experiment) -> Views | None:
-    """Compare the groups at equal budgets; None where no accuracy or no cost is known."""
+    The template gets a table, what the seeds tell, and the pairs, each with a cell for every view.
+    """
     budgets = budgets_of(experiment)
     if not budgets:
         return None
-    rows = _rows(experiment, lambda group: [mean_and_std(_percent(one.scores(group)), ".2f") for one in budgets])
     judged = {one: [pair for pair in pairs_of(experiment, one.scores) if pair.ours] for one in budgets[:2]}
     by_names: dict[str, list[str]] = {}
     for pairs in judged.values():
         for pair in pairs:
             by_names.setdefault(pair.names, []).extend([pair.cells[0], pair.word])
     answers = [f"At {one.words} each, {told_apart(pairs)}" for one, pairs in judged.items() if pairs]
-    return Views(
-        heads=tuple(f"at {one.words}" for one in budgets),
-        rows=rows,
-        answer=" ".join(answers),
-        pair_heads=tuple(head for one in judged for head in (f"at equal {VIEWS[one.axis]}", "told apart")),
-        pairs=list(by_names.items()),
-    )
-
-
-def _percent(values: Sequence[float]) -> list[float]:
-    return [100 * value for value in values]
+    return {
+        "heads": [f"at {one.words}" for one in budgets],
+        "rows": _rows(experiment, lambda group: [in_percent(one.scores(group)) for one in budgets]),
+        "answer": " ".join(answers),
+        "pair_heads": [head for one in judged for head in (f"at equal {VIEWS[one.axis]}", "told apart")],
+        "pairs": list(by_names.items()),
+    }
 
 
 def _rows(experiment: Experiment, cells: Callable[[Group], list[str]]) -> list[TableRow]:
@@ -98,23 +86,14 @@ def _rows(experiment: Experiment, cells: Callable[[Group], list[str]]) -> list[T
 
 def target_of(experiment: Experiment) -> float | None:
     """Return the accuracy to be reached: the recipe's, or 95 % of the lowest of the groups' best: all come that far."""
-    given = (number_of(table_of(run.spec.get("measure")).get("target_accuracy")) for run in experiment.runs)
+    given = (number_of(found(run.spec, "measure", "target_accuracy")) for run in experiment.runs)
     bests = [group.finals(f"best_{group.scored_on}_accuracy") for group in experiment.groups]
     means = [fmean(values) for values in bests if values]
     return next((target for target in given if target is not None), round(0.95 * min(means), 3) if means else None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """An accuracy, and a table of what every group had spent when it first reached it."""
-
-    accuracy: float
-    heads: tuple[str, ...]
-    rows: list[TableRow]
-
-
-def to_target(experiment: Experiment) -> Target | None:
-    """Return what the target cost every group; None without accuracies."""
+def to_target(experiment: Experiment) -> dict[str, Any] | None:
+    """Return the target, and a table of what every group had spent when it first got there; None without accuracies."""
     target = target_of(experiment)
     if target is None or not any(group.scores() for group in experiment.groups):
         return None
@@ -123,7 +102,7 @@ def to_target(experiment: Experiment) -> Target | None:
         firsts = [_first(run.rows, f"{group.scored_on}_accuracy", target) for run in group.complete]
         return [_spent([row for row in firsts if row], axis, len(firsts)) for axis in _TO_TARGET]
 
-    return Target(accuracy=target, heads=tuple(_TO_TARGET.values()), rows=_rows(experiment, cells))
+    return {"accuracy": target, "heads": list(_TO_TARGET.values()), "rows": _rows(experiment, cells)}
 
 
 def _first(rows: Sequence[Row], key: str, target: float) -> Mapping[str, Any] | None:

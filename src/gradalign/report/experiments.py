@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradalign.errors import shown_text
-from gradalign.recipes import is_papers_problem
+from gradalign.recipes import found, is_papers_problem
 from gradalign.runs.read import Run, canonical
 from gradalign.runs.untrusted import HeldClassCounts, number_of
+from gradalign.tracking import flat_settings
 
 _LONGEST_NAME, _LONGEST_LABEL = 80, 300
 _NOT_SETTINGS = ("seed", "name", "paper", "full_size")
@@ -78,37 +79,38 @@ class Experiment:
 
     def paper_text(self, key: str) -> str | None:
         """Return the paper's ``source`` or ``claim`` as the recipe has it."""
-        texts = (table_of(run.spec.get("paper")).get(key) for run in self.runs)
+        texts = (found(run.spec, "paper", key) for run in self.runs)
         return next((shown_text(text) for text in texts if isinstance(text, str)), None)
 
 
 def arrange(runs: Iterable[Run]) -> list[Experiment]:
     """Sort runs into experiments and groups; what was scored on held-out training data comes last, by itself."""
-    found: dict[str, list[Run]] = {}
+    sorted_out: dict[str, list[Run]] = {}
     of_comparison: dict[Path, str] = {}
     for run in runs:
         key = canonical([run.spec.get("name"), run.spec.get("task"), run.scored_on])
         if run.comparison is not None:  # its entries belong together whatever they vary
             key = of_comparison.setdefault(run.comparison, key)
-        found.setdefault(key, []).append(run)
-    return sorted(map(_experiment, found.values()), key=lambda experiment: experiment.scored_on)
+        sorted_out.setdefault(key, []).append(run)
+    return sorted(map(_experiment, sorted_out.values()), key=lambda experiment: experiment.scored_on)
 
 
 def settings_of(run: Run) -> dict[str, Any]:
     """Return a run's settings by dotted name, without its seed, its name and what is only told."""
-    return dict(_flatten({key: value for key, value in run.spec.items() if key not in _NOT_SETTINGS}))
+    own = {key: value for key, value in run.spec.items() if key not in _NOT_SETTINGS}
+    return {shown_text(key): value for key, value in flat_settings(own).items()}
 
 
 def divisions(experiment: Experiment) -> list[tuple[str, HeldClassCounts]]:
     """Return the first few different divisions of the data among clients, with the seeds that have them."""
-    found: list[tuple[set[int], HeldClassCounts]] = []
+    differing: list[tuple[set[int], HeldClassCounts]] = []
     for run in experiment.runs:
-        same = next((seeds for seeds, counts in found if counts == run.held), None)
+        same = next((seeds for seeds, counts in differing if counts == run.held), None)
         if same is not None:
             same.add(run.seed)
-        elif run.held is not None and len(found) < _MOST_DIVISIONS:
-            found.append(({run.seed}, run.held))
-    return [(f"seed {', '.join(map(str, sorted(seeds)))}", counts) for seeds, counts in found]
+        elif run.held is not None and len(differing) < _MOST_DIVISIONS:
+            differing.append(({run.seed}, run.held))
+    return [(f"seed {', '.join(map(str, sorted(seeds)))}", counts) for seeds, counts in differing]
 
 
 def _experiment(runs: Sequence[Run]) -> Experiment:
@@ -121,7 +123,7 @@ def _experiment(runs: Sequence[Run]) -> Experiment:
         for (label, short), group in zip(_labels(members), members, strict=True)
     ]
     first = runs[0].spec
-    name = first.get("name") or table_of(first.get("task")).get("name") or "experiment"
+    name = first.get("name") or found(first, "task", "name") or "experiment"
     scored = " (validation data)" if groups[0].scored_on == "validation" else ""
     return Experiment(name=_short_text(name) + scored, groups=tuple(groups))
 
@@ -163,21 +165,8 @@ def _paper_number(run: Run) -> PaperNumber | None:
     """Return the paper's accuracy, which is one on test data of its problem: nothing else is set beside it."""
     if run.scored_on != "test" or not is_papers_problem(run.spec):
         return None
-    found = table_of(table_of(run.spec.get("paper")).get("test_accuracy")).get(_name_of(run))
-    values = [number_of(value) for value in (found if isinstance(found, list) else [found])]
+    given = found(run.spec, "paper", "test_accuracy", _name_of(run))
+    values = [number_of(value) for value in (given if isinstance(given, list) else [given])]
     if not values or values[0] is None:
         return None
     return PaperNumber(mean=values[0], std=values[1] if len(values) > 1 else None)
-
-
-def table_of(value: Any) -> Mapping[str, Any]:
-    """Return a value that should be a table, or an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterable[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping) and depth < 6:
-            yield from _flatten(value, f"{prefix}{shown_text(key)}.", depth + 1)
-        else:
-            yield f"{prefix}{shown_text(key)}", value

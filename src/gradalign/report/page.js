@@ -4,7 +4,6 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const DASHES = ["solid", "dash", "dot", "dashdot"];
-  const FIGURES = { drift: "drift", r: "r", beta: "beta" };
   const experiments = [];
 
   // plotly reads a few HTML tags in names; as entities they are letters again.
@@ -112,7 +111,7 @@
   };
 
   function shownKey(state, figure) {
-    return figure === "choice" ? state.quantity : FIGURES[figure];
+    return figure === "choice" ? state.quantity : figure;
   }
 
   function describe(state, quantity, curves) {

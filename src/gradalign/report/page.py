@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -18,6 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from gradalign import __version__
@@ -25,7 +25,7 @@ from gradalign.errors import shown_text
 from gradalign.recipes import NUMBERS_LEFT_OUT, is_papers_problem
 from gradalign.report import budgets, how_to_repeat, series, statistics
 from gradalign.report.clients import clients_section
-from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value, table_of
+from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value
 from gradalign.report.series import Curve, measured
 from gradalign.runs.read import Skipped
 
@@ -45,7 +45,7 @@ def page_bytes(
     drawn = [(one, {kind.key: series.curves_of(one, kind) for kind in series.QUANTITIES}) for one in experiments]
     data = {
         "axes": series.AXES,
-        "short_axes": {key: series.short_axis(key) for key in series.AXES},
+        "short_axes": series.SHORT_AXES,
         "quantities": {kind.key: asdict(kind) for kind in series.QUANTITIES},
         "experiments": [_experiment_data(one, curves) for one, curves in drawn],
     }
@@ -56,7 +56,7 @@ def page_bytes(
         most_unsorted=statistics.MOST_UNSORTED,
         rule=statistics.RULE,
         paper_rule=statistics.PAPER_RULE,
-        axes={key: series.short_axis(key) for key in series.AXES},
+        axes=series.SHORT_AXES,
         heading=title or _heading(experiments),
         policy=_policy(library, script),
         style=_style(),
@@ -64,7 +64,7 @@ def page_bytes(
         skipped=skipped,
         verdicts=verdicts,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
-        data=embedded(data),
+        data=htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         library=library,
         script=script,
     )
@@ -109,12 +109,6 @@ def _policy(*scripts: str) -> str:
 def _heading(experiments: Sequence[Experiment]) -> str:
     names = list(dict.fromkeys(experiment.name for experiment in experiments))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def embedded(data: Any) -> str:
-    """Return JSON that may stand in a script element: nothing in it can end the element or a line."""
-    code = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return code.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _experiment_data(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
@@ -169,12 +163,13 @@ def _section(experiment: Experiment, curves: _Curves) -> dict[str, Any]:
 def _facts(experiment: Experiment) -> dict[str, str]:
     """Say what data and what scale: a subset must not pass for the whole."""
     summaries = [run.summary for run in experiment.runs if run.summary]
-    asked = table_of(experiment.runs[0].spec.get("task"))
+    asked = experiment.runs[0].spec.get("task", {})
     task: Mapping[str, Any] = next((s["task"] for s in summaries if isinstance(s.get("task"), Mapping)), asked)
     data = [f"{shown_text(key).replace('_', ' ')} {_fact(key, task[key])}" for key in task if key != "name"]
     versions = [
-        ", ".join(f"{shown_value(name)} {shown_value(value)}" for name, value in table_of(s.get("versions")).items())
+        ", ".join(f"{shown_value(name)} {shown_value(value)}" for name, value in s["versions"].items())
         for s in summaries
+        if isinstance(s.get("versions"), Mapping)
     ]
     paper = ": ".join(filter(None, (experiment.paper_text("source"), experiment.paper_text("claim"))))
     if paper and not is_papers_problem(experiment.runs[0].spec):

@@ -55,11 +55,8 @@ AXES = {
     "bytes": "bytes sent, up and down",
     "seconds": "seconds",
 }
-
-
-def short_axis(axis: str) -> str:
-    """Return an axis's name without what explains it."""
-    return AXES[axis].split(",")[0]
+SHORT_AXES = {axis: name.split(",")[0] for axis, name in AXES.items()}
+"""Their names without what explains them."""
 
 
 @dataclass(frozen=True, kw_only=True)

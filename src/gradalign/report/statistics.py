@@ -215,7 +215,7 @@ def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[Tabl
     for group in in_order(experiment):
         cells = []
         if scored:
-            cells += [_percent(group.scores()), _percent(group.finals(f"best_{group.scored_on}_accuracy"))]
+            cells += [in_percent(group.scores()), in_percent(group.finals(f"best_{group.scored_on}_accuracy"))]
         if with_paper:
             cells += ["–" if group.paper is None else str(group.paper), _beside_paper(group)]
         cells += [
@@ -237,7 +237,8 @@ def _seeds(group: Group) -> str:
     return " + ".join(words)
 
 
-def _percent(values: Sequence[float]) -> str:
+def in_percent(values: Sequence[float]) -> str:
+    """Return shares as a text in percent, mean ± standard deviation."""
     return mean_and_std([100 * value for value in values], ".2f")
 
 

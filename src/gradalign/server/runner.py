@@ -30,8 +30,7 @@ from gradalign.server.measure import Measure, Row, require_measurable
 from gradalign.server.monitor import OnRound
 from gradalign.server.result import Result
 from gradalign.tasks.divide import class_counts_note
-from gradalign.tracking import RunInfo, Trackers
-from gradalign.tracking.line import in_notebook, rounds_line
+from gradalign.tracking import RunInfo, Trackers, in_notebook, rounds_line
 
 CHECKPOINT_SECONDS = 10.0
 _MOST_WORKERS = 1000

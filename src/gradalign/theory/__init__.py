@@ -14,9 +14,8 @@ from gradalign.tasks.task import Task
 from gradalign.theory import claims
 from gradalign.theory.check import Check
 from gradalign.theory.descent import descent
-from gradalign.theory.family import against_descent, family
 from gradalign.theory.problems import Problem, mlp_task, quadratic_task, users_task
-from gradalign.theory.whole import whole_rounds
+from gradalign.theory.rounds import against_descent, family, whole_rounds
 
 __all__ = ["Check", "verify"]
 

@@ -68,18 +68,13 @@ def slope_of(grid: tuple[float, ...], remainders: tuple[float, ...]) -> tuple[fl
     return float(slope), 1.0 - residual / total if total > 0.0 else 1.0
 
 
-def halvings(start: float, count: int = HALVINGS) -> tuple[float, ...]:
-    """Return start, start/2, …: ``count`` halvings."""
-    return tuple(start * 0.5**k for k in range(count + 1))
-
-
 def order(check: Check, start: float, remainder: Callable[[float], Tensor], *, scale: float) -> Check:
     """Measure the order of a remainder and fill in the check, which has ``predicted``.
 
     ``start`` is the largest value of the small quantity; ``scale`` is the norm of the points whose difference the
     remainder is, which tells how large rounding noise is.
     """
-    grid = halvings(start)
+    grid = tuple(start * 0.5**k for k in range(HALVINGS + 1))
     sizes = tuple(float(remainder(value).norm()) for value in grid)
     floor = _NOISE * max(scale, 1e-300)
     seen = [(value, size) for value, size in zip(grid, sizes, strict=True) if size > floor]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import permutations, product
 
 import torch
 from torch import Tensor
@@ -29,11 +29,6 @@ def measured_order(
     """Measure the order of a difference of points; a note marks it as a finding."""
     made = Check(number, problem.name, claim, symbol, predicted=predicted, note=note, finding=bool(note))
     return order(made, start, remainder, scale=problem.scale)
-
-
-def every_order(members: Sequence[int]) -> Sequences:
-    """Return all re-orderings of the mini-batches: sampling without replacement, exactly."""
-    return list(itertools.permutations(members))
 
 
 def mirrored_draws(members: Sequence[int], length: int, pairs: int, seed: int) -> Sequences:
@@ -80,7 +75,7 @@ def _theorem_1(problem: Problem, number: str, how: str, sequences: Sequences) ->
     def remainder(lr: float) -> Tensor:
         total = problem.sgd(sequences, lr=lr)
         for members, times in multisets.items():
-            descent = problem.rounds(LargeBatchSGD(), members, lr=lr, count=length)
+            descent = problem.round(LargeBatchSGD(), problem.x, members, lr=lr, rounds=length)
             total = total - times / len(sequences) * (descent - 0.5 * length * lr**2 * slopes[members])
         return total
 
@@ -90,10 +85,10 @@ def _theorem_1(problem: Problem, number: str, how: str, sequences: Sequences) ->
 
 def theorem_1(problem: Problem) -> list[Check]:
     """Check SGD against gradient descent: all orders, all draws, and mirrored samples of long sequences."""
-    few, draws = problem.clients[:4], list(itertools.product(problem.clients[:3], repeat=3))
+    few, draws = problem.clients[:4], list(product(problem.clients[:3], repeat=3))
     mirrored = mirrored_draws(problem.clients, 8, 2, problem.seed)
     return [
-        _theorem_1(problem, "2a", f"K={len(few)}, all orders", every_order(few)),
+        _theorem_1(problem, "2a", f"K={len(few)}, all orders", list(permutations(few))),
         _theorem_1(problem, "2b", "K=3, all draws with replacement", draws),
         _theorem_1(problem, "2c", "K=8, mirrored orders", mirrored),
     ]
@@ -102,7 +97,7 @@ def theorem_1(problem: Problem) -> list[Check]:
 def surrogate(problem: Problem) -> list[Check]:
     """Check K SGD steps against K steps on f + (α/2)r: with the exact ∇r, and by GradAlign."""
     members = problem.clients[:4]
-    steps, probe, sgd = len(members), problem.probe(members), partial(problem.sgd, every_order(members))
+    steps, probe, sgd = len(members), problem.probe(members), partial(problem.sgd, list(permutations(members)))
 
     def exact(lr: float) -> Tensor:
         x = problem.x
@@ -112,7 +107,8 @@ def surrogate(problem: Problem) -> list[Check]:
         return sgd(lr=lr) - x
 
     def displaced(lr: float) -> Tensor:
-        return sgd(lr=lr) - problem.rounds(LargeBatchGradAlign(beta=0.5 * lr), members, lr=lr, count=steps)
+        aligned = LargeBatchGradAlign(beta=0.5 * lr)
+        return sgd(lr=lr) - problem.round(aligned, problem.x, members, lr=lr, rounds=steps)
 
     start = 0.1 * problem.unit / steps
     return [
@@ -194,7 +190,7 @@ def scaffold(problem: Problem) -> list[Check]:
 def linear_scaling(problem: Problem) -> list[Check]:
     """Check one scaled step against K SGD steps, plain and with alignment."""
     members = problem.clients[:4]
-    orders, start = every_order(members), 0.1 * problem.unit / len(members)
+    orders, start = list(permutations(members)), 0.1 * problem.unit / len(members)
 
     def gap(lr: float, aligned: bool) -> Tensor:
         scaled = problem.round(LinearScaling(aligned=aligned), problem.x, members, lr=lr)

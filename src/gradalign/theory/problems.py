@@ -278,13 +278,6 @@ class Problem:
         task, engine = self._engine(tuple(members), steps)
         return self.play(task, engine, algorithm, x, rounds=rounds, local=LocalTraining(lr=lr, steps=steps))
 
-    def rounds(self, algorithm: Algorithm, members: Sequence[int], *, lr: float, count: int) -> Tensor:
-        """Return the server's point after ``count`` one-step rounds from x."""
-        x = self.x
-        for _ in range(count):
-            x = self.round(algorithm, x, members, lr=lr)
-        return x
-
     def sgd(self, sequences: Sequence[Sequence[int]], *, lr: float) -> Tensor:
         """Return the mean of the points that plain SGD reaches from x, taking mini-batches in each of these orders."""
         ends = []

@@ -7,13 +7,15 @@ all other commands read. A tracker only repeats it elsewhere, so a tracker that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol, runtime_checkable
 
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, shown_text
 
 logger = logging.getLogger(__name__)
 Row = Mapping[str, Any]
@@ -21,12 +23,10 @@ Row = Mapping[str, Any]
 _GROUPS = {
     "alignment": ("r", "drift", "drift_ratio", "cosine"),
     "spent": ("communication_rounds", "local_updates", "examples", "bytes_up", "bytes_down", "seconds"),
-    "test": ("test_loss", "test_accuracy"),
-    "validation": ("validation_loss", "validation_accuracy"),
-    "train": ("train_loss", "train_accuracy"),
 }
-_KINDS = ("test", "validation", "clients", "personalized")  # whose further columns begin with their group's name
+_KINDS = ("test", "validation", "train", "clients", "personalized")  # whose columns begin with their group's name
 _GROUP_OF = {column: group for group, columns in _GROUPS.items() for column in columns}
+_WRITE_SECONDS = 0.2  # between two writings: a notebook keeps every one of them for a moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +98,6 @@ class Trackers:
         """Those that have followed a run before: of them, a failed start is a passing trouble, not a wrong setting."""
         self._at_work: list[Tracker] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
     def start(self, run: RunInfo) -> None:
         """Start all; the first that cannot start at all raises, and the others are let go."""
         for tracker in self._all:
@@ -158,3 +155,48 @@ def _one_line(error: Exception) -> str:
 
 def _warn(tracker: Tracker, error: Exception) -> None:
     logger.warning("%s failed and gets no more of this run, which goes on: %s", _name(tracker), _one_line(error))
+
+
+# Progress as one line of plain text that is written over: for notebooks, and where no package draws bars.
+
+
+def in_notebook() -> bool:
+    """Return whether a notebook's kernel runs this program: its output is a page, not a terminal."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def accuracy_note(row: Mapping[str, Any], before: str = "") -> str:
+    """Return the newest measured number worth showing."""
+    for scored_on in ("test", "validation"):
+        if row.get(f"{scored_on}_accuracy") is not None:
+            return f"{scored_on} accuracy {row[f'{scored_on}_accuracy']:.1%}"
+        if row.get(f"{scored_on}_loss") is not None:
+            return f"{scored_on} loss {row[f'{scored_on}_loss']:.4g}"
+    return before
+
+
+@contextmanager
+def rounds_line(rounds: int, label: str, file: IO[str] | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Show the rounds of a run in one line; yields a function to call with each row."""
+    note, shown, waiting, last, began = "", "", "", 0.0, time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal shown
+        if file is not None:
+            file.write(f"\r{text:<{len(shown)}}")
+            file.flush()
+        shown = text
+
+    def write(row: Mapping[str, Any]) -> None:
+        nonlocal note, waiting, last
+        note, now = accuracy_note(row, note), time.monotonic()
+        waiting = shown_text(f"{label}: round {row['round']} of {rounds}, {note or 'training'}, {now - began:.0f} s")
+        if now - last >= _WRITE_SECONDS:
+            last = now
+            show(waiting)
+
+    try:
+        yield write
+    finally:
+        show(f"{waiting}\n")

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gradalign.errors import shown_text
-from gradalign.tracking.line import accuracy_note
+from gradalign.tracking import accuracy_note
 
 _SPEED_SECONDS = 1800.0
 _LINE_SECONDS = 30.0
@@ -30,14 +30,18 @@ def score_words(name: str, shown: float) -> str:
     return f"accuracy {shown:.2f} %" if name == "accuracy" else f"{name} {shown:.4g}"
 
 
-class _Lines:
-    """Progress for a pipe or a log: a line at every tenth of the work, and after half a minute without one."""
+class _Bar:
+    """Rounds as a bar; for a pipe or a log, a line at every tenth of them, and after half a minute without one."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress, name: str, total: int) -> None:
+        self._progress, self._task = progress, progress.add_task(_plain(name), total=total, note="")
         self._began = self._last = time.monotonic()
         self._tenths = 0
 
     def show(self, name: str, completed: int, total: int, note: str) -> None:
+        if not self._progress.disable:
+            self._progress.update(self._task, description=_plain(name), completed=completed, total=total, note=note)
+            return
         now, tenths = time.monotonic(), 10 * completed // max(total, 1)
         if completed and (tenths > self._tenths or now - self._last >= _LINE_SECONDS):
             self._last, self._tenths = now, max(tenths, self._tenths)
@@ -49,20 +53,16 @@ class _Lines:
 def rounds_bar(rounds: int, label: str = "") -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
     """Show the rounds of all runs in one bar; yields a function to call with a run's label and each of its rows."""
     columns = (_NAME, BarColumn(), MofNCompleteColumn(), _NOTE, TimeElapsedColumn(), TimeRemainingColumn())
-    console, lines = Console(stderr=True), _Lines()
+    console, note = Console(stderr=True), ""
     done: dict[str, int] = {}
-    note = ""
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(_plain(label), total=rounds, note="")
+        bar = _Bar(progress, label, rounds)
 
         def tick(label: str, row: Mapping[str, Any]) -> None:
             nonlocal note
             note = accuracy_note(row, note)
             done[label] = row["round"]
-            completed = sum(done.values())
-            if not console.is_terminal:
-                lines.show(label, completed, rounds, note)
-            progress.update(bar, completed=completed, description=_plain(label), note=note)
+            bar.show(label, sum(done.values()), rounds, note)
 
         yield tick
 
@@ -70,13 +70,11 @@ def rounds_bar(rounds: int, label: str = "") -> Iterator[Callable[[str, Mapping[
 class SweepBar:
     """Counts rounds over all stages. Trials that end early, or that others do, count whole: they need no more time."""
 
-    def __init__(self, console: Console, progress: Progress | None, units: Mapping[str, int]) -> None:
-        self._console, self._progress = console, progress
+    def __init__(self, progress: Progress, units: Mapping[str, int]) -> None:
+        self._console, self._bar = progress.console, _Bar(progress, "sweep", sum(units.values()))
         self._units = dict(units)
         self._done: dict[str, int] = {}
         self._stage, self._trials, self._rounds, self._settled = "", 0, 1, 0
-        self._bar = None if progress is None else progress.add_task("sweep", total=sum(units.values()), note="")
-        self._lines = _Lines()
 
     def say(self, text: str) -> None:
         self._console.print(escape(text), soft_wrap=True, highlight=False)
@@ -96,28 +94,25 @@ class SweepBar:
         self._show(accuracy_note(row), row["round"])
 
     def _show(self, note: str, rounds: int = 0) -> None:
-        name = f"{self._stage} {self._settled}/{self._trials}"
-        total, completed = sum(self._units.values()), sum(self._done.values()) + rounds
-        if self._progress is None or self._bar is None:
-            self._lines.show(name, completed, total, note)
-        else:
-            self._progress.update(self._bar, description=name, total=total, completed=completed, note=note)
+        completed = sum(self._done.values()) + rounds
+        self._bar.show(f"{self._stage} {self._settled}/{self._trials}", completed, sum(self._units.values()), note)
 
 
 @contextmanager
 def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[SweepBar]:
     """Show a sweep's progress inside the block, given (stage, trials, rounds) as far as they are known."""
-    units = {stage: trials * rounds for stage, trials, rounds in sizes}
-    console = Console(stderr=True)
-    if not show:
-        yield SweepBar(console, None, units)
-        return
     narrow = BarColumn(bar_width=16)  # with the time left, all of it fits in 80 columns
     left = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
     columns = (_NAME, narrow, bars.TaskProgressColumn(), _NOTE, *left)
     # Trials that end early make the bar jump: the time left follows the speed of a long while.
-    with Progress(*columns, console=console, transient=True, speed_estimate_period=_SPEED_SECONDS) as progress:
-        yield SweepBar(progress.console, progress, units)
+    with Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not show,
+        speed_estimate_period=_SPEED_SECONDS,
+    ) as progress:
+        yield SweepBar(progress, {stage: trials * rounds for stage, trials, rounds in sizes})
 
 
 @contextmanager

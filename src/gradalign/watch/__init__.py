@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import GradalignError, shown_text
+from gradalign.recipes import found
 from gradalign.recipes.trust import outside_names
 from gradalign.runs import COMPARISON, METRICS, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, TRIALS, safe_name
 from gradalign.runs.folder import is_held
@@ -140,14 +141,16 @@ class Watched:
         known = {run.folder for run in self.runs}
         if is_there(self.folder / SPEC):
             self.kind = "run"
-            self.runs = self.runs or [Followed(self.folder, entry=_algorithm(self.folder))]
+            if not self.runs:
+                algorithm = found(read_optional(self.folder / SPEC), "algorithm", "name")
+                self.runs = [Followed(self.folder, entry=str(algorithm or self.folder.name))]
         elif is_there(self.folder / COMPARISON):
             self.kind = "comparison"
             self.runs += [run for run in _planned(self.folder) if run.folder not in known]
         else:
             is_folder = self.folder.is_dir()
-            found = sorted(_runs_below(self.folder, _DEEPEST)) if is_folder else []
-            self.runs += [self._found(path) for path in found if path not in known]
+            below = sorted(_runs_below(self.folder, _DEEPEST)) if is_folder else []
+            self.runs += [self._found(path) for path in below if path not in known]
             self.kind = "sweep" if is_there(self.folder / SWEEP) else "folder" if self.runs else "nothing"
             there = os.listdir(self.folder) if self.kind == "nothing" and not self.has_writer and is_folder else []
             strangers = sorted(name for name in there if not name.startswith("."))
@@ -192,11 +195,6 @@ class Watched:
             return f"continue with: gradalign {command} RECIPE {options} (RECIPE and options as before)"
         stopped = [run for run in self.runs if run.state == "stopped"]
         return f"continue with: {stopped[0].resume_command()}" if stopped else ""
-
-
-def _algorithm(folder: Path) -> str:
-    algorithm = read_optional(folder / SPEC).get("algorithm")
-    return str(algorithm["name"]) if isinstance(algorithm, dict) and "name" in algorithm else folder.name
 
 
 def _planned(folder: Path) -> list[Followed]:
