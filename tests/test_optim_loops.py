@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import warnings
 
@@ -208,6 +209,15 @@ def test_a_step_leaves_no_hook_behind():
         verbs(opt, model, [1.0, 2.0, 3.0])
         opt.step()
         assert len(hooks) == before
+    model(0).backward()
+    opt.collect()
+    model(1).backward()
+    opt.collect()
+    opt.displace()
+    assert len(hooks) == before + 1
+    del opt  # given up in the middle of a step, as after an error in a notebook
+    gc.collect()
+    assert len(hooks) == before
 
 
 @pytest.mark.filterwarnings("ignore:step.. came without displace")
@@ -225,6 +235,7 @@ def test_collecting_after_the_first_pass_is_refused(passes):
         opt.finish()
     with pytest.raises(ga.GradalignError, match="belongs to the first pass"):
         opt.collect()
+    opt.restore()
 
 
 def test_clipping_past_the_wrapper_is_told_where_reuse_keeps_the_gradient():

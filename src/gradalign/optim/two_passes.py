@@ -9,13 +9,13 @@ distances from ḡ in place, and ḡ's memory becomes the copy of x that is put 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from gradalign.errors import GradalignError
 from gradalign.optim.gradients import (
@@ -44,7 +44,7 @@ class FrozenBuffers:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        self._hook: RemovableHandle | None = None
+        self._release: Callable[[], object] | None = None
         self._saved: dict[tuple[int, str], tuple[nn.Module, str, Tensor, Tensor]] = {}
 
     def _save(self, module: nn.Module) -> None:
@@ -53,21 +53,26 @@ class FrozenBuffers:
                 self._saved[id(module), name] = (module, name, buffer, buffer.detach().clone())
 
     def start(self) -> None:
-        if self._hook is not None or self._saved:
+        if self._release is not None or self._saved:
             return
         if self._model is None:
-            self._hook = nn.modules.module.register_module_forward_pre_hook(
-                lambda module, _: self._save(module) if module.training else None
-            )
+            this = weakref.ref(self)  # a step that is given up half-way leaves no hook for all modules behind
+
+            def note(module: nn.Module, _: object) -> None:
+                if module.training and (frozen := this()) is not None:
+                    frozen._save(module)
+
+            hook = nn.modules.module.register_module_forward_pre_hook(note)
+            self._release = weakref.finalize(self, hook.remove)
         else:
             for module in self._model.modules():
                 self._save(module)
 
     @torch.no_grad()
     def stop(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._release is not None:
+            self._release()
+            self._release = None
         for module, name, buffer, value in self._saved.values():
             buffer.copy_(value)
             setattr(module, name, buffer)  # some modules put a new tensor in the buffer's place
