@@ -17,6 +17,8 @@ from gradalign.algorithms.plan import Combination
 from gradalign.algorithms.view import ClientView, Plan
 from gradalign.client.flat import Point
 
+NOTHING: Mapping[str, Tensor] = {}  # one for all: a dict for each client is work for Python's collector
+
 
 @dataclass(frozen=True, kw_only=True)
 class Participant:
@@ -27,7 +29,7 @@ class Participant:
     """w_i, as summed; NaN for one elsewhere that has yet to tell it, with its reply."""
     share: float = 1.0
     """p_i = w_i / Σ w."""
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Tensor] = field(default_factory=lambda: NOTHING)
     """k_i of every keeping part by its label; none for a client never seen."""
 
 

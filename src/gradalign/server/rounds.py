@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradalign.algorithms.rules import ClientReport, ServerRule
 from gradalign.algorithms.view import SharedSums
-from gradalign.client.exchange import Broadcast, Participant, Reply, Update
+from gradalign.client.exchange import NOTHING, Broadcast, Participant, Reply, Update
 from gradalign.client.flat import Point, all_finite
 from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
@@ -134,7 +134,7 @@ class _Round:
                 client=client,
                 weight=self.weights[client],
                 share=self.weights[client] / total,
-                kept={label: vectors[client] for label, vectors in everyone if client in vectors},
+                kept={label: own[client] for label, own in everyone if client in own} if everyone else NOTHING,
             )
             for client in self.clients
         ]
