@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 import signal
 import subprocess
@@ -57,9 +58,18 @@ def same(a: ga.Result, b: ga.Result) -> None:
         assert name == "seconds" or column == b.history[name], name
 
 
+def test_patience_may_be_without_end_and_rounds_are_no_arrays():
+    assert gf.Patience(train_seconds=math.inf).train_seconds == math.inf
+    for value in (0.0, -1.0, math.nan):
+        with pytest.raises(ga.GradalignError, match=r"patience.train_seconds must be above 0"):
+            gf.Patience(train_seconds=value)
+    with pytest.raises(ga.GradalignError, match="initial_arrays is an ArrayRecord, got 3; rounds are num_rounds="):
+        gf.AlignedStrategy(ga.FedAvg(), blobs().model, local=LOCAL).start(None, 3)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_bits_of_the_local_engine(name):
-    """The issue's promise: one spec and seed, the same parameters, buffers and metrics to the last bit."""
+    """The promise: one spec and seed, the same parameters, buffers and metrics to the last bit."""
     local = ga.run(blobs(), ALGORITHMS[name], rounds=4, clients_per_round=4, local=LOCAL, workers=0)
     flower = ga.run(blobs(), ALGORITHMS[name], rounds=4, clients_per_round=4, local=LOCAL, engine="flower")
     same(flower, local)

@@ -12,7 +12,7 @@ from gradalign.client.exchange import Broadcast, ClientScore, Gradient, Particip
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup, one_thread
 from gradalign.engines import Engine
-from gradalign.errors import GradalignError
+from gradalign.errors import GradalignError, whole
 from gradalign.fast import Group, Item, evaluation_spans, groups
 
 
@@ -64,7 +64,7 @@ def local_engine(setup: Setup, workers: int | None = None) -> Engine:
     ``workers`` are processes with one thread each; 0 works in this process, None takes one per core. The number changes
     the speed and never the result. Any device but the CPU works in this process.
     """
-    if torch.device(setup.device).type != "cpu" or workers == 0:
+    if torch.device(setup.device).type != "cpu" or (workers is not None and whole("workers", workers, 0) == 0):
         return InProcessEngine(setup)
     if multiprocessing.current_process().daemon:
         if workers is None:

@@ -12,8 +12,7 @@ from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from gradalign.algorithms.schedule import require
-from gradalign.errors import whole
+from gradalign.errors import GradalignError, whole
 from gradalign.flower.messages import EVALUATES, EXAMPLES, PARTITION, PARTITIONS, QUERY, STOCK, metrics_of
 
 # A child of Flower's own logger: what is said here stands beside what Flower says, in the same form.
@@ -45,7 +44,8 @@ class Patience:
 
     def __post_init__(self) -> None:
         for name in ("connect_seconds", "gradient_seconds", "train_seconds", "poll_seconds"):
-            require(f"patience.{name}", getattr(self, name), above=0.0)
+            if not getattr(self, name) > 0:  # infinite is as long as it takes
+                raise GradalignError(f"patience.{name} must be above 0, got {getattr(self, name)!r}")
         whole("patience.retries", self.retries, 0)
 
 

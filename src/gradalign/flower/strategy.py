@@ -222,6 +222,8 @@ class AlignedStrategy:
             evaluate_fn: Called with the round and the model's arrays before the first round and after each.
         """
         num_rounds = whole("num_rounds", num_rounds, 1)
+        if initial_arrays is not None and not isinstance(initial_arrays, ArrayRecord):
+            raise GradalignError(f"initial_arrays is an ArrayRecord, got {initial_arrays!r}; rounds are num_rounds=")
         patience = self.patience
         if timeout is not None:
             patience = replace(patience, gradient_seconds=float(timeout), train_seconds=float(timeout))

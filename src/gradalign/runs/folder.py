@@ -92,7 +92,7 @@ def is_held(folder: Path) -> bool:
         with open_file(folder / runs.LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, GradalignError):
-        return True
+        return is_file(folder / runs.LOCK)  # else it has just gone
     return False
 
 

@@ -263,7 +263,7 @@ def _finite(given: Mapping[str, Any]) -> Row:
 
 def _place_in_comparison(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> tuple[str | None, int, Path | None]:
     """Return a run's name and place in the comparison it belongs to: runs lie in ENTRY/seedN below its folder."""
-    place = Path(os.path.abspath(folder))
+    place = Path(os.path.realpath(folder))
     if len(place.parts) < 3:
         return None, 0, None
     above = place.parent.parent

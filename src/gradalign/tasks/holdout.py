@@ -115,8 +115,7 @@ def _split_entries(task: Task, split: Split, seed: int) -> Parts:
         gathered = _Gathered(join_batches(batches)) if batches else None
     except GradalignError as error:
         raise GradalignError(f"cannot hold out validation examples: {error}") from None
-    own = [] if gathered is None else [gathered.select(rows) for rows in torch.arange(len(gathered)).split(counts)]
-    return clients, gathered, own
+    return clients, gathered, [] if gathered is None else _Consecutive(gathered, counts)
 
 
 class _TrainingParts(Sequence[Any]):
@@ -133,6 +132,22 @@ class _TrainingParts(Sequence[Any]):
             return [self[i] for i in range(*client.indices(len(self)))]
         examples = as_examples(self._clients[client])
         return examples.select(self._split(client=client % len(self), examples=len(examples))[0])
+
+
+class _Consecutive(Sequence[Examples]):
+    """Examples cut into pieces, one for each client in turn, made when it is asked for: there may be 200,000."""
+
+    def __init__(self, examples: Examples, counts: Sequence[int]) -> None:
+        self._examples, self._ends = examples, np.cumsum([0, *counts])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return [self[i] for i in range(*client.indices(len(self)))]
+        client = range(len(self))[client]
+        return self._examples.select(torch.arange(int(self._ends[client]), int(self._ends[client + 1])))
 
 
 class _Gathered(Examples):
