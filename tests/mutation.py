@@ -45,7 +45,7 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
 ROUNDS = ("combinations", "sums", "algorithms", "reference")
-TOGETHER = ("products", "fast_limits", "together", "lockstep", "reference")
+TOGETHER = ("products", "fast_limits", "together", "lockstep", "fast", "reference")
 OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed", "trainers")
 TASKS = ("bounds", "partition", "holdout", "groups", "tasks", "streams", "constants", "evaluation")
 THEORY = ("checks", "theory", "probe")
