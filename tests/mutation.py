@@ -59,7 +59,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "algorithms/view": ROUNDS,
     "reproduce/verdicts": ("verdicts", "reproduce"),
     "client/__init__": ("constants", "bounds", "local", "local_optimizers", "reference"),
-    "client/exchange": (*ROUNDS, "streams", "measuring", "evaluation", "resume_bits"),
+    "client/exchange": (*ROUNDS, "streams", "measuring", "evaluation", "metrics", "resume_bits"),
     "client/step": ("algorithms", "local_optimizers", "reference", "fast_limits", "decay"),
     "client/trainer": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
     "fast/__init__": ("together", "lockstep", "fast", "evaluation", "reference", "resume_bits", "streams"),

@@ -87,13 +87,14 @@ COMBINATIONS = [
     ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1) + ga.FedAdam(lr=0.05),
 ]
 LOCALS = [
+    ga.LocalTraining(lr=0.1, steps=4, batch_size=4),
     ga.LocalTraining(lr=0.1, steps=5, batch_size=4, weight_decay=0.01),
     ga.LocalTraining(lr=0.1, epochs=2, batch_size=4, momentum=0.5),
     ga.LocalTraining(lr=0.1, steps=3, clip_norm=0.1),
 ]
 
 
-@pytest.mark.parametrize("local", LOCALS, ids=["steps", "epochs", "clipped"])
+@pytest.mark.parametrize("local", LOCALS, ids=["plain", "steps", "epochs", "clipped"])
 @pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
 def test_cohorts_agree_with_the_per_client_loop(algorithm, local):
     task = small(30, [7, 7, 4, 12])
@@ -104,7 +105,7 @@ def test_cohorts_agree_with_the_per_client_loop(algorithm, local):
     close(both(task, algorithm, local, clients_per_round=28))
 
 
-@pytest.mark.parametrize("local", LOCALS, ids=["steps", "epochs", "clipped"])
+@pytest.mark.parametrize("local", LOCALS, ids=["plain", "steps", "epochs", "clipped"])
 def test_images_agree_with_the_plain_layout(local):
     task = images(convolutional)
     assert has_faster_stacks(task)
@@ -281,7 +282,7 @@ def leaves_factors(task: ga.Task) -> bool:
     return any(isinstance(part, ProductLinear) for part in trainer_of(task, LOCALS[0]).flat.module.modules())
 
 
-@pytest.mark.parametrize("local", LOCALS, ids=["steps", "epochs", "clipped"])
+@pytest.mark.parametrize("local", LOCALS, ids=["plain", "steps", "epochs", "clipped"])
 @pytest.mark.parametrize("algorithm", COMBINATIONS, ids=lambda a: a.label)
 def test_products_of_large_layers_agree_with_written_out_gradients(algorithm, local):
     assert leaves_factors(wide_task())
