@@ -81,7 +81,7 @@ def close(runs) -> None:
 COMBINATIONS = [
     ga.FedAvg(),
     ga.FedGA(beta=0.2),
-    ga.FedGA(beta=0.2, form="step"),
+    ga.FedGA(beta=0.2, mean="kept", form="step"),
     ga.FedGA(beta=0.2, form="step") + ga.FedProx(mu=0.3),
     ga.Scaffold() + ga.FedProx(mu=0.3),
     ga.Scaffold(control="kept") + ga.FedDyn(alpha=0.1) + ga.FedAdam(lr=0.05),
