@@ -45,6 +45,7 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
 ROUNDS = ("combinations", "sums", "algorithms", "reference")
+LIMITS = ("reference", "fast_limits")
 TOGETHER = ("products", "fast_limits", "together", "lockstep", "fast", "reference")
 OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed", "trainers")
 TASKS = ("bounds", "partition", "holdout", "groups", "tasks", "streams", "constants", "evaluation")
@@ -61,7 +62,7 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "client/__init__": ("constants", "bounds", "local", "local_optimizers", "reference"),
     "client/exchange": (*ROUNDS, "streams", "measuring", "evaluation", "metrics", "resume_bits"),
     "client/step": ("algorithms", "local_optimizers", "reference", "fast_limits", "decay"),
-    "client/trainer": ("algorithms", "local", "evaluation", "streams", "measuring", "reference", "fast_limits"),
+    "client/trainer": ("algorithms", "local", "local_optimizers", "evaluation", "streams", "measuring", *LIMITS),
     "fast/__init__": ("together", "lockstep", "fast", "evaluation", "reference", "resume_bits", "streams"),
     "fast/batches": TOGETHER,
     "fast/cohort": TOGETHER,

@@ -125,7 +125,7 @@ def pad(per_client: Sequence[Tensor], starts: Sequence[int], dtype: torch.dtype)
     counts = torch.tensor([len(rows) for rows in per_client], dtype=torch.float64).unsqueeze(1)
     table = pad_sequence(list(per_client), batch_first=True).add_(torch.tensor(starts).unsqueeze(1))
     here = torch.arange(table.shape[1]) < counts
-    return table, None if here.all() else (here / counts.clamp(min=1.0)).to(dtype)
+    return table, None if here.all() else (here / counts).to(dtype)
 
 
 def plan_batches(setup: Setup, group: Neighbours, starts: Sequence[int], dtype: torch.dtype) -> Batches:
