@@ -125,7 +125,8 @@ def test_streaming_and_stored_measurements_agree(rows):
     clients = [(torch.tensor([row], dtype=torch.float64), torch.zeros(1)) for row in rows]
     probe = Probe(Task(model=model, clients=clients, loss=lambda outputs, _: outputs.mean()))
     point = probe.start()
-    found, stored = spread(probe, point), alignment_of([torch.tensor(row, dtype=torch.float64) for row in rows])
+    stored = alignment_of([torch.tensor(row, dtype=torch.float64) for row in rows], [1.0] * len(rows))
+    found = spread(probe, point)
     assert found.r == pytest.approx(stored.r, rel=1e-9, abs=1e-12)
     assert found.distances[0] == pytest.approx(stored.drift, rel=1e-9, abs=1e-9)
     units = [torch.tensor(row, dtype=torch.float64) for row in rows]

@@ -214,9 +214,8 @@ class Alignment:
     """Σ p_i cos(g_i, ḡ), 1 when all gradients point the same way; None where a gradient is 0."""
 
 
-def alignment_of(gradients: Sequence[Tensor], weights: Sequence[float] | None = None) -> Alignment:
+def alignment_of(gradients: Sequence[Tensor], weights: Sequence[float]) -> Alignment:
     """Measure the alignment of gradients taken at one point; the first one is client 1 of the drift."""
-    weights = [1.0] * len(gradients) if weights is None else weights
     total, mean = float(sum(weights)), torch.zeros(gradients[0].shape, dtype=torch.float64)
     for gradient, weight in zip(gradients, weights, strict=True):
         mean.add_(gradient, alpha=float(weight))
