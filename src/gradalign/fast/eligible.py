@@ -101,7 +101,7 @@ def _fit_together(model: nn.Sequential, dimensions: int) -> bool:
             known = type(layer) in ELEMENTWISE
         if not known:
             return False
-    return dimensions == 2 and any(type(layer) is nn.Linear for layer in model)
+    return dimensions == 2
 
 
 def _slides(layer: nn.Module) -> bool:
