@@ -74,6 +74,18 @@ def test_labels_to_be_ignored_do_not_count(model):
 
 
 @BOTH
+@pytest.mark.parametrize("label", [-1, 1000])
+def test_labels_that_are_no_class_are_told_as_torch_tells_them(model, label):
+    def wrong(client, data):
+        data[1][2] = label if client == 3 else data[1][2]
+        return data
+
+    for fast in (True, False):
+        with pytest.raises(ga.GradalignError, match=f"Target {label} is out of bounds"):
+            ga.run(task_of(model, wrong), ga.FedAvg(), rounds=1, local=LOCAL, workers=0, fast=fast)
+
+
+@BOTH
 def test_plans_that_differ_from_client_to_client(model):
     class Uneven(ga.FedAvg):
         def plan(self, view):
