@@ -73,7 +73,7 @@ def table(one: dict[str, Any]) -> list[str]:
         "| | test accuracy | against FedAvg | at equal bytes | at equal computation | bytes, examples | chosen |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in [name for name in NAMES if name in rows]:
+    for name in [name for name in NAMES if len(rows.get(name, {"scores": ()})["scores"]) >= 3]:
         row, found = rows[name], rows[name]["scores"]
         spread = f" ± {stdev(found):.2f}" if len(found) > 1 else ""
         pairs = [signed(**row["difference"][at]) if at in row["difference"] else "" for at in COSTS]
