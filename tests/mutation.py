@@ -45,7 +45,6 @@ EQUIVALENTS = Path(__file__).with_name("mutation-equivalents.toml")
 
 # The tests that guard each module, the quickest first.
 ROUNDS = ("combinations", "sums", "algorithms", "reference")
-LIMITS = ("reference", "fast_limits")
 TOGETHER = ("products", "fast_limits", "together", "lockstep", "fast", "reference")
 OPTIM = ("bounds", "optim_loops", "optim", "weights", "optim_derived", "optim_ranks", "distributed", "trainers")
 TASKS = ("bounds", "partition", "holdout", "groups", "tasks", "streams", "constants", "evaluation")
@@ -62,7 +61,16 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "client/__init__": ("constants", "bounds", "local", "local_optimizers", "reference"),
     "client/exchange": (*ROUNDS, "streams", "measuring", "evaluation", "metrics", "resume_bits"),
     "client/step": ("algorithms", "local_optimizers", "reference", "fast_limits", "decay"),
-    "client/trainer": ("algorithms", "local", "local_optimizers", "evaluation", "streams", "measuring", *LIMITS),
+    "client/trainer": (
+        "algorithms",
+        "local",
+        "local_optimizers",
+        "evaluation",
+        "streams",
+        "measuring",
+        "reference",
+        "fast_limits",
+    ),
     "fast/__init__": ("together", "lockstep", "fast", "evaluation", "reference", "resume_bits", "streams"),
     "fast/batches": TOGETHER,
     "fast/cohort": TOGETHER,
@@ -80,7 +88,17 @@ GUARDS: dict[str, tuple[str, ...]] = {
     "optim/wrapper": OPTIM,
     "seeding": ("many_clients", "streams", "local", "holdout"),
     "server/clients": ("client_results", "metrics"),
-    "server/measure": ("bounds", "constants", "evaluation", "measuring", "weights", "cadence", "engines", "runs"),
+    "server/measure": (
+        "bounds",
+        "constants",
+        "evaluation",
+        "measuring",
+        "weights",
+        "cadence",
+        "client_results",
+        "engines",
+        "runs",
+    ),
     "server/monitor": ("callbacks",),
     "server/rounds": (*ROUNDS, "own_algorithm", "evaluation", "streams", "measuring", "local", "together", "lockstep"),
     "tasks/batches": (*TASKS, "batches"),
