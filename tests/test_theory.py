@@ -338,6 +338,12 @@ def test_verify_writes_json(run_cli):
     assert data["checks"][1]["bound"] == 1e-13
 
 
+def test_the_wavy_bowls_constants_by_hand():
+    """h = 1, A = 2, deviations 1 and 0: L1 = h + A, L2 = A² + A(h·1 + A), ρ = A."""
+    found = constants_of(torch.tensor([[0.0, 5.0], [2.0, 5.0]]))
+    assert (found.l1, found.l2, found.rho) == (3.0, 10.0, 2.0)
+
+
 def test_verify_draws(run_cli, tmp_path):
     path = tmp_path / "theory.png"
     assert run_cli("--plot", str(path)).exit_code == 0
