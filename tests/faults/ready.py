@@ -22,7 +22,7 @@ def _import_all() -> None:
 def _become(request: dict[str, Any]) -> None:
     """Run one command in this process, as a shell would have started it."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # of a command that has not begun
     os.chdir(request["folder"])
     for number, (file, mode) in enumerate(
         ((os.devnull, os.O_RDONLY), (request["out"], os.O_WRONLY), (request["err"], os.O_WRONLY))
@@ -38,6 +38,7 @@ def _become(request: dict[str, Any]) -> None:
     try:
         from gradalign.cli import main
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python starts a command
         main()
     except SystemExit as end:
         code = end.code or 0
