@@ -267,6 +267,7 @@ def test_a_share_stays_within_none_and_all_and_is_all_where_samples_are_not_know
     assert share(1.0, 5.0, (10, 1000), (5, 1000)) == 0.0, "more noise than distance, by chance"
     assert share(5.0, 1.0, (10, 1000), (5, 1000)) == 1.0, "less than no noise, by chance"
     assert share(1.0, 5.0) == 1.0, "an app that does not say how many examples it took"
+    assert share(1.0, 5.0, None, (5, 1000)) == share(1.0, 5.0, (10, 1000)) == 1.0, "it says so in some rounds only"
     assert share(1.0, 5.0, (4, 4), (4, 4)) == 1.0, "small clients take all examples either way"
 
 

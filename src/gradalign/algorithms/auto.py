@@ -38,8 +38,9 @@ def halves(limit: int | None, numbers: Mapping[str, float]) -> bool:
 
 def own_share(numbers: Mapping[str, float]) -> float:
     """Return q = h²/d², within 0 and 1; 1 where it is not known that some rounds took fewer examples."""
-    square, more = numbers.get("square", 0.0), numbers.get("inverse halved", 0.0) - numbers.get("inverse", 0.0)
-    if not square or "inverse halved" not in numbers or more <= 0.0:
+    square, known = numbers.get("square", 0.0), {"inverse", "inverse halved"} <= numbers.keys()
+    more = numbers["inverse halved"] - numbers["inverse"] if known else 0.0
+    if not square or more <= 0.0:
         return 1.0
     noise = (numbers["noisy"] - square) * (numbers["inverse"] - numbers["inverse all"]) / more
     return min(1.0, max(0.0, 1.0 - noise / square))
