@@ -118,8 +118,9 @@ def test_nothing_to_hold_out_and_bad_shares():
     single = ga.Task(model=lambda: nn.Linear(1, 2), clients=[(torch.zeros(1, 1), torch.zeros(1).long())] * 3)
     with pytest.raises(ga.GradalignError, match="gives no validation example"):
         hold_out(single, 0.5)
-    with pytest.raises(ga.GradalignError, match="between 0 and 1"):
-        hold_out(single, 1.0)
+    for share in (0.0, 1.0):
+        with pytest.raises(ga.GradalignError, match="between 0 and 1"):
+            hold_out(single, share)
 
 
 def test_a_recipe_may_hold_out_and_its_summary_says_so(tmp_path):

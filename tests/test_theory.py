@@ -252,6 +252,9 @@ def test_the_descent_condition_holds_and_has_an_end():
     assert below.measured == 0
     assert above.passed
     assert above.measured > 0.0
+    known, told = wavy_bowl(0)[1], float(above.note.split()[0])
+    # The bound lies below L1/L2 everywhere, so β is more times the bound than that; the search doubles from there.
+    assert told > max(1.0, above.measured * known.l2 / known.l1)
 
 
 # --- the user's own task
@@ -351,7 +354,9 @@ def test_verify_draws(run_cli, tmp_path):
     plot_checks(some_checks(False), tmp_path / "failed.svg")
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         plot_checks(some_checks(False), tmp_path / "named.svg")
-    assert ">predicted slope<" in (tmp_path / "named.svg").read_text()
+    drawn = (tmp_path / "named.svg").read_text()
+    assert ">predicted slope<" in drawn
+    assert drawn.count('id="axes_') == 4, "one row of four panels is enough for two claims"
 
 
 @pytest.mark.parametrize("name", ["theory.xyz", "nowhere/theory.png"])
