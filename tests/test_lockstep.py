@@ -259,3 +259,18 @@ def test_a_variant_of_fedga_keeps_its_own_plan():
 
     assert not Twice(beta=0.1).only_displaces
     close(*runs(task_of(convolutional), Twice(beta=0.1), LOCAL))
+
+
+@pytest.mark.parametrize("displaced", [(), (1,), (0, 2)])
+def test_every_client_starts_at_its_own_point(displaced):
+    """x + v_i, of large layers too; x where nobody is displaced stands once."""
+    lockstep = group_of(task_of(wide), LOCAL, clients_per_round=28).lockstep
+    x = group_of(task_of(wide), LOCAL, clients_per_round=28).one.flat.read().x
+    random = torch.Generator().manual_seed(0)
+    given = [torch.randn(x.shape, generator=random) if client in displaced else None for client in range(3)]
+    own = lockstep._start(x, given, factor=1.0)
+    starts = [one.start if isinstance(one, LargeWeight) else one for one in own]
+    assert [isinstance(one, LargeWeight) for one in own] == lockstep.large
+    for client, v in enumerate(given):
+        each = [(start[client] if len(start) == 3 and start.ndim > 1 else start).flatten() for start in starts]
+        assert torch.equal(torch.cat(each), x if v is None else x + v)
