@@ -151,7 +151,9 @@ def test_a_dead_rank_ends_the_job_and_others_resume_it_to_the_same_bits(tmp_path
     killed = torchrun(2, *RUN, "--out", "runs", cwd=tmp_path)  # waits 120 seconds at most, and needs a few
     assert killed.returncode != 0
     named = f"error: rank {victim} of the job ended before its work was done; continue with the same command"
-    assert named in killed.stderr or "stopped by torchrun" in killed.stderr
+    # Rank 1 may be inside a call of gloo's when rank 0 dies, and torchrun then ends it before it can speak.
+    words = (named, "stopped by torchrun", *(["Signal 9 (SIGKILL) received"] if victim == 0 else []))
+    assert any(word in killed.stderr for word in words)
     assert not (tmp_path / "runs" / "summary.json").exists()
     monkeypatch.delenv("VICTIM")
     if victim == 0:
