@@ -214,18 +214,17 @@ def _play(problem, rounds, given, local, by_examples) -> Found:
         update = sum((weight[i] / heard * updates[i] for i in answering), zero)
         buffers = sum((weight[i] / heard * floats[i] for i in answering), torch.zeros_like(buffers))
         losses.append(sum(weight[i] / heard * round_loss[i] for i in answering))
-        part = len(answering) / total
-        path.learn(x, {i: (weight[i] / heard, updates[i], lr, len(chance.steps[i])) for i in answering})
+        path.learn(x, {i: (weight[i], updates[i], lr, len(chance.steps[i])) for i in answering})
         if given.scaffold == "kept":
             new = {i: kept[i] - control - updates[i] / _travel(local, lr, len(chance.steps[i])) for i in answering}
-            control = control + part * sum(weight[i] / heard * (new[i] - kept[i]) for i in answering)
             kept.update(new)
+            control = _mean_of_all(kept, weight, total)
         if given.linear is not None:
             update = len(answering) * update
         if given.dyn:
             new = {i: slopes[i] - given.dyn * updates[i] for i in answering}
-            mean_slope = mean_slope + part * sum(weight[i] / heard * (new[i] - slopes[i]) for i in answering)
             slopes.update(new)
+            mean_slope = _mean_of_all(slopes, weight, total)
             update = update - mean_slope / given.dyn
         x, m, v = _serve(given, x, update, m, v)
     return Found(x, buffers if problem.norm else buffers[:0], losses)
@@ -242,6 +241,7 @@ class _Path:
         self.points: list[Tensor] = []  # earlier x
         self.direction: Tensor | None = None  # FedCM's
         self.mean_of_mine = 0.0
+        self.weights: dict[int, float] = {}
         self._starts: dict[int, Tensor] = {}
 
     def start(self, number: int, x: Tensor, i: int, own: Tensor | None, mean: Tensor) -> Tensor:
@@ -272,18 +272,25 @@ class _Path:
 
     def learn(self, x: Tensor, heard: dict[int, tuple[float, Tensor, float, int]]) -> None:
         wd, travels = self.local.weight_decay, {}
-        before = dict(self.mine)
         for i, (_, update, lr, steps) in heard.items():
             travels[i] = _travel(self.local, lr, steps)
             self.mine[i] = -update / travels[i] - wd * x
             self.ends[i] = self._starts[i] + update
-        update = sum(share * u for share, u, _, _ in heard.values())
-        travel = sum(share * travels[i] for i, (share, *_) in heard.items())
+        whole = sum(weight for weight, *_ in heard.values())
+        update = sum(weight / whole * u for weight, u, _, _ in heard.values())
+        travel = sum(weight / whole * travels[i] for i, (weight, *_) in heard.items())
         self.means.append(-update / travel - wd * x)
         self.direction = -self.given.cm * update / travel
         self.points.append(x)
-        change = sum(share * (self.mine[i] - before.get(i, 0.0)) for i, (share, *_) in heard.items())
-        self.mean_of_mine = (len(before) * self.mean_of_mine + len(heard) * change) / len(self.mine)
+        self.weights |= {i: weight for i, (weight, *_) in heard.items()}
+        known = sum(self.weights[i] for i in self.mine)
+        self.mean_of_mine = sum(self.weights[i] / known * own for i, own in self.mine.items())
+
+
+def _mean_of_all(kept: dict[int, Tensor], weight: dict[int, float], total: int) -> Tensor:
+    """Return Σ w_i k_i/Σ w_i over all clients: those not seen yet have k_i = 0 and weigh like the mean of the seen."""
+    typical = sum(weight[i] for i in kept) / len(kept)
+    return sum(weight[i] * own for i, own in kept.items()) / (typical * total)
 
 
 def _whole(problem: Problem, x: Tensor, parts: list[Tensor], buffers: Tensor) -> Tensor:

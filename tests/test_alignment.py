@@ -14,14 +14,14 @@ from torch import nn
 
 import gradalign as ga
 from conftest import Quadratics, vector
-from gradalign.algorithms.auto import beta_of, halves, measured, own_share
+from gradalign.algorithms.auto import beta_of, halves, mark, measured, own_share
 from gradalign.algorithms.plan import combine
 from gradalign.algorithms.view import SharedSums
-from gradalign.client.flat import FlatModel
+from gradalign.client.flat import FlatModel, Point
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.server.federation import ServerState, make_federation
-from gradalign.server.rounds import play_round
+from gradalign.server.rounds import Sums, play_round
 
 UNMEASURED = ga.Measure(test_every=0, train_every=0)
 
@@ -46,25 +46,28 @@ def test_two_rounds_of_the_running_mean_by_hand():
     assert found.history["beta"] == [None, 0.0, beta]
 
 
-def test_the_running_mean_is_corrected_for_its_start():
-    """With λ = 0.9 and constant gradients s is their mean after one round, not a tenth of it."""
-    problem = Quadratics.make(3)
-    flat = Quadratics([0 * a for a in problem.matrices], problem.centres, problem.start)
-    slopes = np.array([[1.0, 0.0, 2.0], [0.0, -1.0, 0.0], [3.0, 1.0, 1.0]])
+def of_constant_gradients() -> tuple[ga.Task, np.ndarray]:
+    """Return a task of three clients whose losses are linear, and their slopes."""
+    start, slopes = Quadratics.make(3).task().model, np.array([[1.0, 0.0, 2.0], [0.0, -1.0, 0.0], [3.0, 1.0, 1.0]])
 
     def linear(model, batch):
         return model.w @ batch[1].mT, None
 
     clients = [(torch.zeros(1, 3, 3, dtype=torch.float64), torch.tensor(slope)[None]) for slope in slopes]
-    task = ga.Task(model=flat.task().model, clients=clients, predict=linear, loss=lambda values, _: values.mean())
+    return ga.Task(model=start, clients=clients, predict=linear, loss=lambda values, _: values.mean()), slopes
+
+
+def test_the_running_mean_is_corrected_for_its_start():
+    """With λ = 0.9 and constant gradients s is their mean after one round, not a tenth of it."""
+    task, slopes = of_constant_gradients()
     federation, engine, state = server(task, ga.FedGA(beta=0.1, mean="running"), ga.LocalTraining(lr=0.5, steps=2))
     for _ in range(3):
         state, _ = play_round(federation, engine, state)
         assert state.shared["fedga"].numpy() == pytest.approx(slopes.mean(axis=0), abs=1e-14)
 
 
-def server(task, algorithm, local):
-    made = make_federation(task, combine(algorithm), local, per_round=None, weights="uniform", dropout=0.0, seed=0)
+def server(task, algorithm, local, *, per_round=None, weights="uniform"):
+    made = make_federation(task, combine(algorithm), local, per_round=per_round, weights=weights, dropout=0.0, seed=0)
     engine = InProcessEngine(Setup(task=task, local=local, clients_per_round=made.per_round))
     return made, engine, ServerState(point=FlatModel(task.make_model(0)).read())
 
@@ -83,12 +86,55 @@ def test_at_a_point_that_stays_the_last_mean_is_the_fresh_one():
 
 
 def test_a_mean_displacement_that_is_not_zero_does_not_move_the_server():
-    """Δ_i = y_K − y_0: with gradients that do not change, a displacement of all clients alike changes nothing."""
-    problem = Quadratics.make(4)
-    for matrix in problem.matrices[1:]:
-        matrix[:] = problem.matrices[0]  # one Hessian for all: r is constant, alignment has nothing to do
-    plain, aligned = (run(problem, a, rounds=1) for a in (ga.FedAvg(), ga.FedGA(beta=0.5)))
-    assert vector(aligned).numpy() == pytest.approx(vector(plain).numpy(), abs=1e-14)
+    """Δ_i = y_K − y_0: with gradients that do not change, FedGA is FedAvg wherever its clients start."""
+    task, slopes = of_constant_gradients()
+    federation, engine, state = server(task, ga.FedGA(beta=0.5, mean="running"), ga.LocalTraining(lr=0.5), per_round=2)
+    x = state.point.x.numpy()
+    displaced = []
+    for number in range(4):
+        who = federation.sample(number)
+        if number:
+            s = state.shared["fedga"].numpy()
+            displaced.append(np.abs(-0.5 * (s - slopes[who].mean(axis=0))).max())
+        x = x - 0.5 * slopes[who].mean(axis=0)
+        state, _ = play_round(federation, engine, state)
+        assert state.point.x.numpy() == pytest.approx(x, abs=1e-12)
+    assert max(displaced) > 0.1, "the clients' mean displacement is far from 0"
+
+
+def test_what_clients_keep_has_the_mean_of_what_they_keep():
+    """Unequal weights, three of eight clients a round: s is Σ w_i k_i/Σ w_i, however often who was there."""
+    sizes = (1, 9, 2, 30, 4, 7, 1, 16)
+    problem = Quadratics.make(8, examples=sizes)
+    for algorithm in (ga.FedGA(beta=0.1, mean="kept"), ga.Scaffold(control="kept"), ga.FedDyn(alpha=0.1)):
+        federation, engine, state = server(
+            problem.task(), algorithm, ga.LocalTraining(lr=0.05, steps=2), per_round=3, weights="examples"
+        )
+        for number in range(40):
+            state, _ = play_round(federation, engine, state)
+            kept = state.kept[algorithm.label]
+            seen = sum(sizes[i] for i in kept)
+            # Those that nobody has seen yet have nothing to keep, and weigh like the others.
+            all_of_them = seen if algorithm.label == "fedga" else seen / len(kept) * 8
+            mean = sum(sizes[i] * k.double() for i, k in kept.items()) / all_of_them
+            assert state.shared[algorithm.label].numpy() == pytest.approx(mean.numpy(), abs=1e-12)
+            if number == 20:
+                state = ServerState.from_tensors(*state.to_tensors())
+        assert len(kept) == 8
+
+
+def test_a_client_whose_data_have_grown_counts_with_its_new_weight():
+    """k goes from 1 with weight 2 to 5 with weight 6: Σ w k grows by 6·5 − 2·1 = 28."""
+    x = torch.zeros(1)
+    sums = Sums(Point(x, x[:0], x[:0]))
+    sums.add_kept("fedga", 0, (torch.tensor([1.0]), 2.0), torch.tensor([5.0]), 6.0)
+    assert sums.kept_change["fedga"].item() == 28.0
+    told = {"update": x, "total_step_size": 1.0, "reported": 1, "clients": 4, "x": x, "weight": 6.0}
+    seen = SharedSums(kept_change=torch.tensor([28.0]) / 6.0, known=(2, 2), known_weight=(4.0, 8.0), **told)
+    # Before: (2·1 + 2·3)/4 = 2 with another client that keeps 3. After: (6·5 + 2·3)/8 = 4.5.
+    assert ga.FedGA(beta=0.1, mean="kept").next_shared(torch.tensor([2.0]), seen).item() == pytest.approx(4.5)
+    # Of all four, two not seen: (2·1 + 2·3)/8 = 1 before and (6·5 + 2·3)/16 = 2.25 after.
+    assert ga.Scaffold(control="kept").next_shared(torch.tensor([1.0]), seen).item() == pytest.approx(2.25)
 
 
 def test_kept_gradients_by_hand_and_a_client_never_seen_is_not_displaced():
@@ -195,10 +241,31 @@ def test_equal_clients_leave_a_beta_that_sets_itself_finite_and_the_run_fedavg_s
     same = Quadratics(one.matrices * 4, one.centres * 4, one.start)
     plain, aligned = (run(same, a, rounds=6) for a in (ga.FedAvg(), ga.FedGA(beta="auto", length=0.5, mean=mean)))
     assert all(beta <= 0.05 for beta in aligned.history["beta"][1:])
-    if mean == "fresh":
-        assert vector(aligned).numpy() == pytest.approx(vector(plain).numpy(), abs=1e-15)
+    assert vector(aligned).numpy() == pytest.approx(vector(plain).numpy(), abs=1e-15)
     flat = Quadratics([np.zeros((1, 3, 3))] * 3, [np.zeros((1, 3))] * 3, np.ones(3))
     assert vector(run(flat, ga.FedGA(beta="auto", length=0.5, mean=mean), rounds=4)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [5, 1024, 3000])
+def test_the_mark_is_a_product_with_one_vector(size):
+    """Entry n of it is c(n // 1024)·c(n mod 1024), c(j) being the fraction of (j + 1)/φ less a half."""
+    gradient = torch.linspace(-1.0, 2.0, size, dtype=torch.float64)
+    place, golden = np.arange(size), (math.sqrt(5) - 1) / 2
+
+    def uneven(number):
+        return (golden * (number + 1)) % 1 - 0.5
+
+    expected = (uneven(place // 1024) * uneven(place % 1024)) @ gradient.numpy()
+    assert mark(gradient) == pytest.approx(expected, rel=1e-5)
+
+
+def test_mirrored_clients_are_not_alike_and_one_alone_tells_nothing():
+    eye, start = np.eye(2)[None], np.array([1.0, 0.0])
+    mirrored = Quadratics([eye, eye], [np.array([[0.0, 1.0]]), np.array([[0.0, -1.0]])], start)
+    betas = run(mirrored, ga.FedGA(length=0.5), rounds=4).history["beta"]
+    assert betas[1:] == [0.0, 0.0, 0.05, 0.05]  # α/2 once there is an s, and a d that was measured beside it
+    alone = run(mirrored, ga.FedGA(length=0.5), rounds=6, clients_per_round=1).history["beta"]
+    assert alone[3:] == [0.05] * 4
 
 
 def after(square: float, before: dict, *, lr: float = 0.1, steps: float = 5.0, sample=None, halved=False) -> dict:

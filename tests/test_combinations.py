@@ -163,7 +163,7 @@ def test_an_algorithm_is_known_as_soon_as_it_is_defined():
 
 def test_the_server_s_vector_after_a_round():
     sums = {"update": torch.zeros(2), "total_step_size": 0.3, "reported": 3, "clients": 12}
-    sums |= {"x": torch.zeros(2), "lr": 0.1}
+    sums |= {"x": torch.zeros(2), "lr": 0.1, "weight": 3.0, "known": (6, 8), "known_weight": (6.0, 8.0)}
     change = torch.tensor([4.0, -8.0])
     kept, nothing = SharedSums(kept_change=change, **sums), SharedSums(kept_change=None, **sums)
     for algorithm in (ga.Scaffold(control="kept"), ga.FedDyn()):

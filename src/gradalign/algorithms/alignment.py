@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, halves, measured, newest_share
+from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, halves, mark, measured, newest_share
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.algorithms.view import Blend, ClientView, Plan, SharedSums
@@ -160,6 +160,9 @@ class FedGA(Algorithm):
             return {}
         own = view.memory()[0] if self.keeps else view.own()
         facts = {"square": float((own.double() - self._common(view)).square().sum())}
+        if self.mean == "running":
+            product = mark(own)
+            facts |= {"mark": product, "mark square": product**2}
         if view.sample is None or self.keeps:
             return facts
         taken, examples = view.sample
@@ -169,11 +172,10 @@ class FedGA(Algorithm):
         return view.mean_step(update, total_step_size) if total_step_size else view.memory()[0]
 
     def next_shared(self, shared: Tensor | None, sums: SharedSums) -> Tensor | None:
+        if sums.kept_change is not None:
+            return sums.mean_kept(shared, everyone=False)
         if self.mean == "fresh" or not sums.total_step_size:  # a round with α = 0 teaches nothing
             return shared
-        if sums.kept_change is not None:  # the mean over the clients seen, which grow in number
-            before = 0.0 if shared is None else (sums.known - sums.new) * shared
-            return (before + sums.reported * sums.kept_change) / sums.known
         new = sums.mean_step()
         rounds = sums.numbers.get("rounds", 0.0) + 1.0
         return new if shared is None else shared + newest_share(self.decay, rounds) * (new - shared)

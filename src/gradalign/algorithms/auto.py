@@ -6,13 +6,20 @@
 clients that differ strongly have gone their way after a step or two. A displacement's length βd is what a client feels,
 so ρ bounds it. With gradients of n of a client's N examples d² is disagreement and sampling noise, h² + σ²(1/n − 1/N),
 and a displacement along noise is only noise: half of the measuring rounds take n/2 examples, and what d² grows by,
-σ²(2/n − 1/n), tells the two apart. Equal clients, whose h is nothing, leave the run FedAvg's.
+σ²(2/n − 1/n), tells the two apart.
+
+Equal clients leave the run FedAvg's. With a running mean they are not at s, which comes after the gradients, so d² does
+not tell: each reports the product of g_i with one fixed vector, too, and where that is the same for all, β = 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
 
 from gradalign.algorithms.schedule import OffUntil
 from gradalign.algorithms.view import SharedSums
@@ -20,6 +27,30 @@ from gradalign.algorithms.view import SharedSums
 AUTO = "auto"
 LENGTH = OffUntil(value=0.5, share=0.1)
 """ρ where none is given: the first tenth of a run is FedAvg's, which any displacement disturbs."""
+_WIDTH = 1024
+_ALIKE = 1e-10
+"""The variance of equal clients' products beside their square: rounding, squared, with room."""
+
+
+@cache
+def _uneven(length: int) -> Tensor:
+    """Return numbers from −½ to ½ without a pattern that a model's layers could have."""
+    return torch.frac(0.6180339887498949 * torch.arange(1, length + 1, dtype=torch.float64)).sub_(0.5).float()
+
+
+def mark(gradient: Tensor) -> float:
+    """Return the product of a gradient with a fixed vector, of which only a row and a column are ever written out."""
+    flat = gradient.reshape(-1)
+    rows = flat.numel() // _WIDTH
+    body, rest = flat[: rows * _WIDTH].view(rows, _WIDTH), flat[rows * _WIDTH :]
+    row, column = _uneven(_WIDTH).to(flat), _uneven(rows + 1).to(flat)
+    return float(column[:rows] @ (body @ row)) + float(column[rows] * (rest @ row[: rest.numel()]))
+
+
+def alike(facts: Mapping[str, float]) -> bool:
+    """Return whether all clients of a round have the same gradient, as far as their marks tell."""
+    square = facts.get("mark square", math.inf)
+    return square - facts.get("mark", 0.0) ** 2 <= _ALIKE * square < math.inf
 
 
 def newest_share(decay: float, rounds: float) -> float:
@@ -47,7 +78,9 @@ def own_share(numbers: Mapping[str, float]) -> float:
 
 
 def beta_of(length: float, numbers: Mapping[str, float], lr: float) -> float:
-    """Return β for a round with this α, given what ``measured`` left; 0 before anything was measured."""
+    """Return β for a round with this α, given what ``measured`` left; 0 before that, and where all were alike."""
+    if numbers.get("alike"):
+        return 0.0
     apart, before = math.sqrt(numbers.get("square", 0.0)), numbers.get("lr", 0.0)
     most = numbers.get("most", 0.0) * (lr / before if before else 1.0)
     return own_share(numbers) * (most if length >= most * apart else length / apart)
@@ -68,4 +101,6 @@ def measured(numbers: Mapping[str, float], sums: SharedSums, decay: float) -> di
     means = {name: (1.0 - newest) * numbers.get(name, 0.0) + newest * value for name, value in seen.items()}
     if not halved:  # α by the clients' own account; the server's is for what changes from round to round
         means |= {"most": sums.step_size / 2, "lr": sums.lr}
+    if sums.reported > 1:  # one alone cannot tell
+        means["alike"] = float(alike(facts))
     return {**numbers, **means, count: rounds}

@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from gradalign.algorithms.rules import ServerRule
@@ -137,11 +136,8 @@ class Algorithm:
         raise NotImplementedError(f"{self.label} keeps nothing")
 
     def next_shared(self, shared: Tensor | None, sums: SharedSums) -> Tensor | None:
-        """Return s after the round, None for none: s + (|S|/N) Σ p_i (k_i⁺ − k_i), the law of those who keep."""
-        if sums.kept_change is None:
-            return None
-        before = torch.zeros_like(sums.kept_change) if shared is None else shared
-        return before + (sums.reported / sums.clients) * sums.kept_change
+        """Return s after the round, None for none: the mean of all k_i, s + (1/N) Σ (k_i⁺ − k_i) with equal weights."""
+        return sums.mean_kept(shared, everyone=True)
 
     def next_numbers(self, sums: SharedSums) -> Mapping[str, float]:
         """Return the numbers to carry to the next round beside s; ``sums.numbers`` has those of the round before."""

@@ -129,7 +129,7 @@ class SharedSums:
     update: Tensor
     """Σ p_i Δ_i."""
     kept_change: Tensor | None
-    """Σ p_i (k_i⁺ − k_i) of this algorithm; None when it keeps nothing."""
+    """Σ p_i (k_i⁺ − k_i) of this algorithm; None when it keeps nothing. See ``mean_kept``."""
     total_step_size: float
     """The mean of what each round's steps add up to: αK without momentum."""
     reported: int
@@ -144,10 +144,12 @@ class SharedSums:
     weight_decay: float = 0.0
     gradient_share: float = 1.0
     """The share of ``local.gradient_examples`` that the clients' gradients were taken of."""
-    known: int = 0
-    """How many clients have a k_i of this algorithm, after the round."""
-    new: int = 0
-    """How many of them have their first one."""
+    weight: float = 0.0
+    """Σ w_i of the clients that reported: p_i = w_i/Σ w_j."""
+    known: tuple[int, int] = (0, 0)
+    """How many clients have a k_i of this algorithm, before and after the round."""
+    known_weight: tuple[float, float] = (0.0, 0.0)
+    """Σ w_i over them, before and after."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """What this algorithm carried from the round before."""
     facts: Mapping[str, float] = field(default_factory=dict)
@@ -156,3 +158,17 @@ class SharedSums:
     def mean_step(self) -> Tensor:
         """Return −Σ p_i Δ_i/(αK) less the decay at x: the mean of the loss gradients along the clients' paths."""
         return -self.update / self.total_step_size - self.weight_decay * self.x
+
+    def mean_kept(self, shared: Tensor | None, *, everyone: bool) -> Tensor | None:
+        """Return Σ w_i k_i / Σ w_i after the round, given that of before; None when nothing is kept.
+
+        The sum below is over the clients that have a k_i or, with ``everyone``, over all N, those not seen yet having
+        k_i = 0 and a weight like the others'. A round's own p_i would not do: their sum below differs from round to
+        round, so that an old k_i would never leave the mean by as much as it came in.
+        """
+        if self.kept_change is None:
+            return None
+        pairs = zip(self.known_weight, self.known, strict=True)
+        before, after = (weight * self.clients / count if everyone and count else weight for weight, count in pairs)
+        change = (self.weight / after) * self.kept_change
+        return change if shared is None else (before / after) * shared + change

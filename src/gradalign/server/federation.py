@@ -178,9 +178,16 @@ class ServerState:
     """What algorithms carry beside it."""
     kept: Mapping[str, dict[int, Tensor]] = field(default_factory=dict)
     """The clients' vectors of each keeping algorithm; only clients that were seen have one."""
+    kept_weights: Mapping[str, dict[int, float]] = field(default_factory=dict)
+    """The weights that these count with in s: those of the clients' last visits."""
     totals: Totals = field(default_factory=Totals)
     best: tuple[int, Point] | None = None
     """The best round so far and the point after it, where a run keeps that."""
+
+    def last_kept(self, label: str, client: int) -> tuple[Tensor, float] | None:
+        """Return a client's vector and its weight; None for a client never seen."""
+        kept = self.kept.get(label, {}).get(client)
+        return None if kept is None else (kept, self.kept_weights[label][client])
 
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state as named tensors and counters that JSON can hold: what a checkpoint is made of."""
@@ -191,6 +198,8 @@ class ServerState:
             clients = sorted(kept)
             tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
             tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
+            weights = self.kept_weights[name]
+            tensors[f"weights.{name}"] = torch.tensor([weights[client] for client in clients], dtype=torch.float64)
         numbers = {label: dict(carried) for label, carried in self.numbers.items() if carried}
         counters: dict[str, Any] = {"round": self.round, "totals": asdict(self.totals), "numbers": numbers}
         if self.best is not None:
@@ -209,12 +218,14 @@ class ServerState:
         for name, vector in (*group("memory.").items(), *group("shared.").items()):
             if vector.shape != point.x.shape:
                 raise ValueError(f'the vector "{name}" has the shape {list(vector.shape)}, x has {list(point.x.shape)}')
-        clients, vectors = group("clients."), group("kept.")
-        if clients.keys() != vectors.keys():
-            raise ValueError("clients and their vectors do not belong together")
+        clients, vectors, weights = group("clients."), group("kept."), group("weights.")
+        if not clients.keys() == vectors.keys() == weights.keys():
+            raise ValueError("clients, their vectors and their weights do not belong together")
         for name, matrix in vectors.items():
             if clients[name].ndim != 1 or matrix.shape != (clients[name].numel(), point.x.numel()):
                 raise ValueError(f'the clients\' vectors "{name}" have the shape {list(matrix.shape)}')
+            if weights[name].shape != clients[name].shape:
+                raise ValueError(f'the clients\' weights "{name}" have the shape {list(weights[name].shape)}')
         best = None
         if "best" in counters:
             best = int(counters["best"]), Point(*(tensors[f"best.{name}"] for name in Point._fields))
@@ -227,6 +238,9 @@ class ServerState:
             memory=group("memory."),
             shared=group("shared."),
             kept=kept,
+            kept_weights={
+                name: dict(zip(own.tolist(), weights[name].tolist(), strict=True)) for name, own in clients.items()
+            },
             totals=Totals(**counters["totals"]),
             numbers=counters.get("numbers", {}),
             best=best,

@@ -52,6 +52,7 @@ class Sums:
         self.steps = self.examples = 0
         self.kept: dict[str, dict[int, Tensor]] = {}
         self.kept_change: dict[str, Tensor] = {}
+        """Σ w_i⁺k_i⁺ − w_i k_i, w_i being the weight that k_i was counted with when it came."""
         self._facts: dict[str, list[float]] = {}
 
     @property
@@ -93,11 +94,17 @@ class Sums:
         self.counted.add_(vector, alpha=reply.factor * rule.factor(one))
         self.reports.append(one)
 
-    def add_kept(self, label: str, client: int, old: Tensor | None, new: Tensor, weight: float) -> None:
-        """Add a client's new k_i, given the old one."""
+    def add_kept(self, label: str, client: int, old: tuple[Tensor, float] | None, new: Tensor, weight: float) -> None:
+        """Add a client's new k_i and its weight, given the old ones."""
         self.kept.setdefault(label, {})[client] = new
         change = self.kept_change.setdefault(label, torch.zeros(new.shape, dtype=torch.float64))
-        change.add_(new if old is None else new - old, alpha=weight)
+        change.add_(new if old is None else new - old[0], alpha=weight)
+        if old is not None and old[1] != weight:  # a client whose data have grown
+            change.add_(old[0], alpha=weight - old[1])
+
+    def weights_of(self, label: str) -> dict[int, float]:
+        """Return the weights of the clients whose new k_i of this label came."""
+        return {client: self.weights[client] for client in self.kept[label]}
 
 
 class _Round:
@@ -167,7 +174,8 @@ class _Round:
                     one = known[reply.clients[0]]
                     view = self.told.view(part.label, one, self.gradients.get(one.client))
                     new = part.keep(view, reply.vector.cpu(), reply.total_step_sizes[0])  # k_i⁺
-                    sums.add_kept(part.label, one.client, view.kept, new, reply.weights[0])
+                    last = self.state.last_kept(part.label, one.client)
+                    sums.add_kept(part.label, one.client, last, new, reply.weights[0])
         self.require_enough(sums, "training phase", engine)
         return sums
 
@@ -220,13 +228,16 @@ class _Round:
     def close(self, sums: Sums) -> ServerState:
         """Take the server's step."""
         state, algorithm = self.state, self.told.algorithm
-        after = replace(state, round=state.round + 1, totals=self.spent(sums))
+        ended = replace(state, round=state.round + 1, totals=self.spent(sums))
         if not sums.reported:
-            return after
+            return ended
         mean, shared, numbers = sums.vector / sums.weight, dict(state.shared), dict(state.numbers)
+        # New dictionaries, so that the state before the round stays whole if anything after this goes wrong.
+        kept = {label: {**state.kept.get(label, {}), **new} for label, new in sums.kept.items()}
+        weights = {label: {**state.kept_weights.get(label, {}), **sums.weights_of(label)} for label in kept}
         for part in algorithm.parts:
             change = sums.kept_change.get(part.label)
-            before, now = state.kept.get(part.label, {}).keys(), sums.kept.get(part.label, {}).keys()
+            known = [one.get(part.label, {}).values() for one in (state.kept_weights, weights)]
             seen = SharedSums(
                 update=mean,
                 kept_change=None if change is None else change / sums.weight,
@@ -238,8 +249,9 @@ class _Round:
                 x=state.point.x.double(),
                 weight_decay=self.told.weight_decay,
                 gradient_share=(self.told.gradient_examples or 1) / (self.federation.local.gradient_examples or 1),
-                known=len(before | now),
-                new=len(now - before),
+                weight=sums.weight,
+                known=(len(known[0]), len(known[1])),
+                known_weight=(math.fsum(known[0]), math.fsum(known[1])),
                 numbers=state.numbers.get(part.label, {}),
                 facts=sums.facts(part.label),
             )
@@ -255,10 +267,14 @@ class _Round:
         if not all_finite(x):
             raise self.diverged("model", "on the server")
         floats = (sums.floats / sums.weight).to(state.point.floats.dtype)
-        # New dictionaries, so that the state before the round stays whole if anything after this goes wrong.
-        kept = {label: {**state.kept.get(label, {}), **new} for label, new in sums.kept.items()}
         return replace(
-            after, point=Point(x, floats, sums.ints), memory=memory, shared=shared, numbers=numbers, kept=kept
+            ended,
+            point=Point(x, floats, sums.ints),
+            memory=memory,
+            shared=shared,
+            numbers=numbers,
+            kept=kept,
+            kept_weights=weights,
         )
 
 
