@@ -16,7 +16,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from gradalign.report.figures import COLOURS, STYLE, save, tidy
+from gradalign.report.figures import COLOURS, DASHES, STYLE, save, tidy
+from gradalign.report.statistics import difference
 from gradalign.runs.read import Run, gather
 
 matplotlib.use("Agg")
@@ -42,7 +43,19 @@ NAMES = {
     "fedsam": "FedSAM",
     "fedlesam": "FedLESAM",
 }
-DRAWN = ("fedavg", "fedga-auto", "fedga-running", "fedga", "scaffold-kept", "fedsam", "fedinit")
+IN_FRONT = ("fedavg", "fedga-auto", "fedga-running", "fedga")
+DRAWN = (
+    *IN_FRONT,
+    "scaffold-kept",
+    "fedsam",
+    "fedinit",
+    "fedlesam",
+    "scaffold",
+    "fedga-fresh-auto",
+    "fedga-kept",
+    "fedga-kept-auto",
+)
+LOOKED_AT = {0, 1}  # seeds whose test images were seen while beta's rule was looked for
 COSTS = ("communication", "bytes", "computation")
 AXES = {
     "communication_rounds": ("communications", 1.0),
@@ -86,8 +99,31 @@ def table(one: dict[str, Any]) -> list[str]:
 def summary(one: dict[str, Any]) -> dict[str, Any]:
     """Return what is kept of one setting: the seeds' numbers and the choices, not the runs."""
     chosen = {entry["name"]: (entry["chosen"] or {}).get("values", {}) for entry in one["algorithms"]}
-    rows = [{**row, "scores": [round(score, 3) for score in row["scores"]]} for row in one["beside_baseline"]]
+    seeds = {entry["name"]: entry["seeds"] for entry in one["algorithms"]}
+    rows = [
+        {**row, "seeds": seeds[row["name"]], "scores": [round(score, 3) for score in row["scores"]]}
+        for row in one["beside_baseline"]
+    ]
     return {"name": one["name"], "algorithms": [{**row, "chosen": chosen[row["name"]]} for row in rows]}
+
+
+def by_seed(one: dict[str, Any], name: str) -> dict[int, float]:
+    """Return one algorithm's accuracies by seed."""
+    seeds = {entry["name"]: entry["seeds"] for entry in one["algorithms"]}
+    rows = {row["name"]: row["scores"] for row in one["beside_baseline"]}
+    return dict(zip(seeds.get(name, []), rows.get(name, []), strict=True))
+
+
+def asides(one: dict[str, Any]) -> list[str]:
+    """Return what the text says beside the tables: seeds not looked at, and what "auto" has of its constant's gain."""
+    plain, auto, constant = (by_seed(one, name) for name in ("fedavg", "fedga-auto", "fedga-running"))
+    unseen = [[score for seed, score in own.items() if seed not in LOOKED_AT] for own in (auto, plain)]
+    found, common = difference(*unseen), sorted(plain.keys() & auto.keys() & constant.keys())
+    lines = [f"{one['name']}: seeds not looked at {'–' if found is None else signed(found.value, found.margin)}"]
+    if common:
+        gains = [fmean(own[seed] - plain[seed] for seed in common) for own in (auto, constant)]
+        lines.append(f"seeds {common}: auto {gains[0]:+.2f}, constant {gains[1]:+.2f}, share {gains[0] / gains[1]:.0%}")
+    return lines
 
 
 def draw(folder: Path, names: list[str]) -> None:
@@ -98,10 +134,12 @@ def draw(folder: Path, names: list[str]) -> None:
         for line, name in zip(grid, names, strict=True):
             runs = [run for run in gather([folder / name / "runs"]).runs if run.state == "complete"]
             for place, (axes, (key, (label, unit))) in enumerate(zip(line, AXES.items(), strict=True)):
-                for colour, entry in zip(COLOURS, DRAWN, strict=False):
+                for number, entry in enumerate(DRAWN):
                     own = [run for run in runs if run.entry == entry]
+                    line_of = {"color": COLOURS[number % len(COLOURS)], "ls": DASHES[number // len(COLOURS)]}
                     if own:
-                        axes.plot(*curve(own, key, unit), color=colour, lw=1.3, label=NAMES[entry].replace("**", ""))
+                        width = 1.7 if entry in IN_FRONT else 0.9
+                        axes.plot(*curve(own, key, unit), **line_of, lw=width, label=NAMES[entry].replace("**", ""))
                 tidy(axes, label, f"{TITLES[name]}\ntest accuracy, %" if place == 0 else "")
         figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
         save(figure, HERE.parent / "images" / "forms.png", dpi=110)
@@ -125,6 +163,7 @@ def main(folder: Path) -> None:
     kept = {"scale": results["scale"], "experiments": [summary(found[name]) for name in names]}
     (HERE / "forms.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print("\n\n".join("\n".join(table(found[name])) for name in names))
+    print("\n".join(line for name in names for line in asides(found[name])), file=sys.stderr)
     draw(folder, names)
 
 
