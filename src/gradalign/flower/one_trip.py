@@ -51,7 +51,7 @@ class _Teller:
             if part.needs_gradients or part.keeps or part.one_step or changed:
                 raise GradalignError(
                     f"{part.label} needs more of clients than one trip with their update; run it with AlignedStrategy. "
-                    "FedGA() needs no more"
+                    'FedGA() needs no more, nor does FedGA(beta=0.1, mean="running")'
                 )
             if part.reports and (protected or total_step_size is not None):
                 raise GradalignError(
