@@ -41,9 +41,8 @@ class _Teller:
         algorithm: Algorithm | Combination,
         total_step_size: float | None,
         weight_decay: float,
-        *,
-        gradient_examples: int | None = None,
-        protected: bool = False,
+        gradient_examples: int | None,
+        protected: bool,
     ) -> None:
         self._given = self.algorithm = combine(algorithm)
         for part in self.algorithm.parts:
@@ -68,8 +67,7 @@ class _Teller:
     def _forget(self) -> None:
         self._heard, self._names = dict[str, float](), list[str]()
         self._before: tuple[Combination, Tensor, int | None] | None = None
-        self._shared: dict[str, Tensor] = {}
-        self._numbers: dict[str, Mapping[str, float]] = {}
+        self._shared, self._numbers = dict[str, Tensor](), dict[str, Mapping[str, float]]()
 
     def over(self, rounds: int) -> None:
         """Learn how many rounds there will be, for schedules in shares of the run."""
@@ -83,9 +81,7 @@ class _Teller:
         self._names = self._names or [name for name, value in arrays.items() if value.is_floating_point()]
         sent_as = torch.cat([arrays[name].reshape(-1) for name in self._names])
         x = sent_as.double()
-        size = self._fixed or self._heard.get(TOTAL_STEP_SIZE)
-        if self._before is not None and size:
-            self._learn(*self._before, x, size)
+        self._learn(x)
         algorithm = self.algorithm.at(round_index).informed(self._numbers, 0.0)  # α is the clients' affair
         limit = algorithm.gradient_limit(self._local.gradient_examples, self._numbers)
         self._before = algorithm, x, limit
@@ -105,12 +101,12 @@ class _Teller:
         shared = {SHARED + label: s.numpy().tobytes() for label, s in vectors.items()}
         return {ORDER: order.encode(), NAMES: "\n".join(self._names), **shared}
 
-    def _learn(
-        self, algorithm: Combination, before: Tensor, limit: int | None, x: Tensor, total_step_size: float
-    ) -> None:
+    def _learn(self, x: Tensor) -> None:
         """Work out the next s from two points and what was heard; where the round gave no new one, nothing."""
-        if torch.equal(x, before):
+        total_step_size = self._fixed or self._heard.get(TOTAL_STEP_SIZE)
+        if self._before is None or not total_step_size or torch.equal(x, self._before[1]):
             return
+        algorithm, before, limit = self._before
         for part in algorithm.parts:
             own = f"{FACT}{part.label}."
             sums = SharedSums(
@@ -157,8 +153,7 @@ class OneTrip(Strategy):
             their metrics. Give it where nothing may leave a client unprotected, and a β of your own: it depends on a
             client's data where its number of steps does.
         weight_decay: That of the clients' optimizers.
-        gradient_examples: How many of its examples a client takes its gradient of, by its ``ClientApp(gradient=...)``;
-            None takes all.
+        gradient_examples: Of how many examples a ``ClientApp(gradient=...)`` takes its gradient; None is all.
     """
 
     def __init__(
@@ -176,10 +171,7 @@ class OneTrip(Strategy):
         if isinstance(inner, FedOpt | FedAvgM):
             raise GradalignError(f"{type(inner).__name__} does not average; run AlignedStrategy with its rule of ours")
         self.strategy, self._weight = strategy, str(getattr(inner, "weighted_by_key", EXAMPLES))
-        private = inner is not strategy
-        self._teller = _Teller(
-            algorithm, total_step_size, weight_decay, gradient_examples=gradient_examples, protected=private
-        )
+        self._teller = _Teller(algorithm, total_step_size, weight_decay, gradient_examples, inner is not strategy)
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **named: Any) -> Result:
         """As Flower's; schedules in shares of the run learn its length here."""
@@ -230,7 +222,7 @@ class SecureOneTrip(FitFedAvg):
         **fedavg: Any,
     ) -> None:
         super().__init__(**fedavg)
-        self._teller = _Teller(algorithm, total_step_size, weight_decay, protected=True)
+        self._teller = _Teller(algorithm, total_step_size, weight_decay, None, protected=True)
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager

@@ -166,9 +166,8 @@ class _Adapter:
         numbers = next(iter(reply.content.metric_records.values()), {}) if numbers is None else numbers
         numbers[TOTAL_STEP_SIZE] = steps.total_step_size(order.local.weight_decay) if order.step_sizes else 0.0
         if algorithm.reports:
-            sample = one.numbers.get(SEEN, 0), numbers.get(EXAMPLES, 0)
-            numbers.update(facts_sent(one.told, one.who, one.gradient, sample))
-            numbers[messages.STEP_SIZE] = numbers[TOTAL_STEP_SIZE] / steps.count
+            facts = facts_sent(one.told, one.who, one.gradient, (one.numbers.get(SEEN, 0), numbers.get(EXAMPLES, 0)))
+            numbers.update(facts | {messages.STEP_SIZE: numbers[TOTAL_STEP_SIZE] / steps.count})
         return reply
 
     def _take_gradient(self, one: _Round, context: Context, train: ClientAppCallable) -> Tensor:
