@@ -192,6 +192,10 @@ def test_a_beta_that_sets_itself_is_the_same_around_flowers_fedavg(problem, algo
     assert found.train_metrics_clientapp[20].keys() == {"train_loss", "round"}  # nothing of ours
     assert sum("fact.fedga.square" in said for said in ours.said) == 18 * 4 - 2  # every answer after the first tenth
     assert not any("fact.fedga.square" in said for said in ours.said[:8])
+    # Each client that answers says it trained on all of its examples; from the third round on its gradient counts, too.
+    answers = [(size, r) for r in range(20) for i, size in enumerate(SIZES) if (i, r) not in ((2, 3), (2, 8))]
+    looked_at = sum(min(size, ours.limits[r] or size) for size, r in answers if r >= 2)
+    assert expected.history["examples"][-1] == sum(size for size, _ in answers) + looked_at
 
 
 def test_a_beta_that_sets_itself_sees_trained_arrays_alone():
