@@ -51,6 +51,23 @@ def test_costs_are_the_papers():
     assert next(row for row in rows if row["name"] == "fedga")["required"] == []
 
 
+def test_fedga_is_shown_as_its_default_is_and_each_form_with_its_own_formula(monkeypatch):
+    """One trip is of the running mean s; ḡ of this round is the paper's, in two."""
+    rows = json.loads(call("algorithms", "fedga", "--json").stdout)["algorithms"]
+    formulas = ["−β(s − g_i)", "−β(ḡ − g_i)", "−β(s − k_i)"]
+    assert [row["communications"] for row in rows] == [1, 2, 1]
+    for row, formula in zip(rows, formulas, strict=True):
+        assert [other in row["description"] for other in formulas] == [other == formula for other in formulas]
+        assert row["description"].startswith("Federated Gradient Alignment (Dandi, Barba & Jaggi 2022, Algorithm 2)")
+    assert rows[0]["settings"]["mean"] == "running"
+    monkeypatch.setenv("COLUMNS", "100")
+    text = " ".join(call("algorithms", "fedga").stdout.split())
+    places = [text.index(formula) for formula in formulas]
+    assert places == sorted(places)
+    assert "mean='running'" in text
+    assert f"with mean=fresh: v_i = {formulas[1]}, the paper's. 2 1 1 0" in text
+
+
 def test_without_names_it_lists_all_that_come_with_the_library():
     rows = json.loads(call("algorithms", "--json").stdout)["algorithms"]
     own = {

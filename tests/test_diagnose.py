@@ -274,22 +274,29 @@ def test_a_recipe_brings_its_task_its_lr_and_its_steps(tmp_path):
     assert "100 examples a client beside the 491 of its steps (+20%)" in found["form"]
     other = json.loads(shown(recipe, "--json", "--lr", 0.1, "--steps", 3, "--set", "clients=4", "--seed", 1).stdout)
     assert (other["clients"], other["lr"], other["steps"], other["trained"]) == (4, 0.1, 3, 96)
+    # 100 examples are more than the 96 of three batches; a batch is a third of those.
+    assert "Try FedGA() with local.gradient_examples = 32 (+33%)" in other["form"]
     assert "there is no recipe file" in shown(tmp_path / "none.toml", code=2).stderr
     text = recipe.read_text().replace(", rounds = 50", "").replace('"cosine"', '"warmup", share = 0.5')
     recipe.write_text(text)
     assert json.loads(shown(recipe, "--json", "--set", "rounds=8", "--trust-task").stdout)["lr"] == 0.3
 
 
-@pytest.mark.parametrize(
-    ("verdict", "trained", "gradient", "advice"),
-    [
-        ("aligned", 320.0, 64.0, "Try none of them before FedAvg."),
-        ("misaligned", 320.0, 64.0, "Try FedGA() first"),
-        ("misaligned", 32.0, 64.0, 'Try mean="kept" first'),
-    ],
-)
-def test_the_form_to_try_is_the_cheapest_that_can_help(verdict, trained, gradient, advice):
-    words = form_to_try(verdict, trained, gradient)
-    assert advice in words
-    assert "2 trips a round where FedAvg has 1" in words
-    assert f"(+{100 * gradient / trained:.0f}%)" in words
+@pytest.mark.parametrize("verdict", ["iid-like", "misaligned", "unknown"])
+def test_the_form_to_try_is_the_cheapest_that_can_help(verdict):
+    """64 examples beside 320 are a fifth, 640 beside 160 four times as many; a batch of 40 is a quarter of 160."""
+    cheap, dear = form_to_try(verdict, 320.0, 64.0, 32.0), form_to_try(verdict, 160.0, 640.0, 40.0)
+    assert "64 examples a client beside the 320 of its steps (+20%)" in cheap
+    assert "Try FedGA(): its beta sets itself; a sweep over beta is an option." in cheap
+    assert "640 examples a client beside the 160 of its steps (+400%)" in dear
+    assert "Try FedGA() with local.gradient_examples = 40 (+25%)" in dear
+    for words in (cheap, dear):
+        assert "FedGA() costs 1 trip a round as FedAvg does, a vector more down (about half again FedAvg's" in words
+        assert "kept" not in words
+
+
+@pytest.mark.parametrize("gradient", [64.0, 640.0])
+def test_where_gradients_agree_nothing_is_advised(gradient):
+    words = form_to_try("aligned", 320.0, gradient, 32.0)
+    assert words.endswith("Stay with FedAvg: there is no alignment to gain.")
+    assert "Try" not in words

@@ -34,6 +34,7 @@ from flwr.serverapp.strategy import (
 from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig, SamplingMethod
 
 import gradalign.flower as gf
+from gradalign.flower.messages import Order
 from gradalign.flower.steps import Steps
 
 SIZES = (1, 2, 3, 5)
@@ -106,8 +107,8 @@ def by_hand(problem, rounds, on_way=lambda v: v, beta=BETA):
     return x
 
 
-def play(strategy, app, problem, rounds=4, **more):
-    grid = gf.InProcessGrid(app, 4)
+def play(strategy, app, problem, rounds=4, grid=None, **more):
+    grid = grid or gf.InProcessGrid(app, 4)
     random.seed(0)  # Flower draws the order in which it sums from here
     config = ConfigRecord({"lr": LR})
     return strategy.start(grid, start_arrays(problem), num_rounds=rounds, train_config=config, **more)
@@ -124,6 +125,120 @@ def test_one_trip_on_flowers_own_fedavg_is_the_formula(problem):
     assert result.train_metrics_clientapp[3]["round"] == pytest.approx(3.0)  # the user's own, and nothing of ours
     assert set(result.train_metrics_clientapp[3]) == {"train_loss", "round"}
     assert result.evaluate_metrics_clientapp[4]["mine"] == pytest.approx(7.0)
+
+
+class Noting(gf.InProcessGrid):
+    """Writes down each round's β and gradient examples as the clients are told them, and what clients say."""
+
+    def __init__(self, app, clients):
+        super().__init__(app, clients)
+        self.betas, self.limits, self.said = {}, {}, []
+
+    def answer(self, message, client):
+        reply = super().answer(message, client)
+        if message.metadata.message_type == "train":
+            order = Order.of(message)
+            (part,) = (one for one in order.parts if one["name"] == "fedga")
+            self.betas[order.round], self.limits[order.round] = part["beta"], order.limit
+            self.said += [set(reply.content["metrics"])] if reply.has_content() else []
+        return reply
+
+
+def one_by_one(problem):
+    """Losses of single examples, of which a limit takes the first ones."""
+
+    def gradient(message, context):
+        model, i = PointModel(np.zeros(3)), context.node_config["partition-id"]
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        pairs = zip(torch.as_tensor(problem.matrices[i]), torch.as_tensor(problem.centres[i]), strict=True)
+        return model, ((quadratic_value(model, (a[None], b[None]))[0].mean(), 1) for a, b in pairs)
+
+    return gradient
+
+
+def fails_at_times(message, context, call_next):
+    """A mod with which client 2 falls out of two rounds, one of them among the first that measure."""
+    training = message.metadata.message_type == "train" and context.node_config["partition-id"] == 2
+    if training and message.content["config"]["server-round"] in (4, 9):
+        raise RuntimeError("no power")
+    return call_next(message, context)
+
+
+SHORT = ga.FedGA(decay=DECAY, length=ga.OffUntil(value=0.02, share=0.1))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "limit"), [(ga.FedGA(), None), (SHORT, None), (SHORT, 2), (SHORT + ga.FedProx(mu=0.1), 2)]
+)
+def test_a_beta_that_sets_itself_is_the_same_around_flowers_fedavg(problem, algorithm, limit):
+    """The β of every round and the model of ``AlignedStrategy``: clients of 1, 2, 3 and 5 examples, one that fails."""
+    app = quadratic_app(problem, gradient=one_by_one(problem), mods=[fails_at_times])
+    ours, theirs = Noting(app, 4), Noting(app, 4)
+    strategy = gf.OneTrip(FedAvg(fraction_evaluate=0.0), algorithm, gradient_examples=limit)
+    found = play(strategy, app, problem, rounds=20, grid=ours)
+    local = ga.LocalTraining(lr=LR, gradient_examples=limit)
+    aligned = gf.AlignedStrategy(algorithm, local=local, patience=QUICK, fraction_evaluate=0.0)
+    expected = play(aligned, app, problem, rounds=20, grid=theirs)
+    betas = expected.history["beta"][1:]
+    assert [ours.betas[index] for index in range(20)] == pytest.approx(betas, rel=1e-9)
+    np.testing.assert_allclose(point(found), point(expected), rtol=1e-9)
+    # The first tenth is FedAvg's; then a round measures before β is more than 0, two where half of the examples count.
+    zeros = 3 if limit is None else 4
+    assert betas[:zeros] == [0.0] * zeros
+    assert min(betas[zeros:]) > 0.0
+    assert max(betas) == pytest.approx(LR / 2, rel=1e-12) if limit is None else max(betas) < LR / 2
+    assert ours.limits == theirs.limits
+    assert set(ours.limits.values()) == {limit, limit and 1}
+    assert found.train_metrics_clientapp[20].keys() == {"train_loss", "round"}  # nothing of ours
+    assert sum("fact.fedga.square" in said for said in ours.said) == 18 * 4 - 2  # every answer after the first tenth
+    assert not any("fact.fedga.square" in said for said in ours.said[:8])
+    # Each client that answers says it trained on all of its examples; from the third round on its gradient counts, too.
+    answers = [(size, r) for r in range(20) for i, size in enumerate(SIZES) if (i, r) not in ((2, 3), (2, 8))]
+    looked_at = sum(min(size, ours.limits[r] or size) for size, r in answers if r >= 2)
+    assert expected.history["examples"][-1] == sum(size for size, _ in answers) + looked_at
+
+
+def test_a_beta_that_sets_itself_sees_trained_arrays_alone():
+    """Batch norm's running means move, too, and are no disagreement; α of clients with momentum is more than lr."""
+    task, rounds = linear_task(), 5
+    algorithm = ga.FedGA(length=ga.OffUntil(value=0.02, round=1))
+    ours = Noting(task_app(task, momentum=0.5), 4)
+    arrays = ArrayRecord(task.make_model(0).state_dict())
+    found = gf.OneTrip(FedAvg(fraction_evaluate=0.0), algorithm).start(ours, arrays, rounds)
+    local = ga.LocalTraining(lr=0.1, steps=3, momentum=0.5)
+    expected = ga.run(task, algorithm, rounds=rounds, local=local, weights="examples", workers=0)
+    betas = expected.history["beta"][1:]
+    assert [ours.betas[index] for index in range(rounds)] == pytest.approx(betas, rel=1e-9)
+    assert 0.0 < betas[-1] < 0.1 * (1.0 + 1.5 + 1.75) / 3 / 2  # within what α/2 allows: there ρ/d is less
+    for name, value in expected.model.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(found.arrays.to_torch_state_dict()[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_fewer_gradient_examples_than_all_need_losses_to_take_them_of(problem):
+    app = quadratic_app(problem)
+    grid = MaskedGrid(app, 4)
+    play(gf.OneTrip(FedAvg(), ga.FedGA(), gradient_examples=2), app, problem, rounds=1, grid=grid)
+    assert len(grid.errors) == 4
+    assert all("for gradient_examples give ClientApp(gradient=...)" in error for error in grid.errors)
+
+
+def private(strategy):
+    return DifferentialPrivacyServerSideFixedClipping(strategy, 1.0, 0.5, 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gf.OneTrip(FedAvg(), ga.FedGA(), total_step_size=LR * STEPS),
+        lambda: gf.OneTrip(private(FedAvg()), ga.FedGA()),
+        lambda: gf.SecureOneTrip(ga.FedGA()),
+    ],
+    ids=["told sizes", "noise", "masks"],
+)
+def test_numbers_that_nothing_protects_are_not_asked_for(make):
+    with pytest.raises(ga.GradalignError, match=r"fedga has every client tell numbers of its gradient.*give a beta"):
+        make()
 
 
 def test_a_strategy_begins_anew_with_every_start(problem):

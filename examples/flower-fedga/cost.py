@@ -23,8 +23,8 @@ CLIENTS, ROUNDS = 10, 5
 ALGORITHMS = {
     "FedAvg": ga.FedAvg(),
     "FedProx": ga.FedProx(mu=0.1),
-    "FedGA": ga.FedGA(beta=0.4),
-    "FedGA in one trip": ga.FedGA(beta=0.4, mean="running"),
+    "FedGA()": ga.FedGA(),
+    "FedGA with fresh gradients": ga.FedGA(beta=0.4),
     "SCAFFOLD, fresh gradients": ga.Scaffold(),
     "SCAFFOLD, option II": ga.Scaffold(control="kept"),
     "FedDyn": ga.FedDyn(alpha=0.1),
@@ -54,7 +54,7 @@ def main() -> None:
     print(f"{'per client and round':28}{'messages':>10}{'bytes down':>12}{'bytes up':>12}{'vectors':>10}")
     for name, algorithm in ALGORITHMS.items():
         federation = make_federation(
-            task, combine(algorithm), local, per_round=None, weights="uniform", dropout=0.0, seed=0
+            task, combine(algorithm), local, per_round=None, weights="uniform", dropout=0.0, seed=0, rounds=ROUNDS
         )
         engine = in_process_engine(federation)
         state, (down, up) = ServerState(point=FlatModel(task.make_model(0)).read()), note_sizes(engine.exchange.grid)

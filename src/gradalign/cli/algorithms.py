@@ -21,6 +21,12 @@ _FORMS: dict[str, list[dict[str, Any]]] = {
     "scaffold": [{"control": "kept"}],
     "linearscaling": [{"aligned": False}],
 }
+# FedGA's docstring has the paper's formula, which is not the default form's.
+_FORMULAS = {
+    "running": "v_i = −β(s − g_i), s the running mean of earlier rounds",
+    "fresh": "v_i = −β(ḡ − g_i), the paper's",
+    "kept": "v_i = −β(s − k_i), k_i of the client's last visit",
+}
 
 
 def describe_algorithms(names: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -39,7 +45,7 @@ def _rows(kind: Kind) -> Iterator[dict[str, Any]]:
     from gradalign.algorithms.plan import Algorithm
 
     defaults = {field.name: field.default for field in fields(kind)}
-    row = {
+    row: dict[str, Any] = {
         "name": kind.label,
         "class": kind.__name__,
         "description": " ".join((kind.__doc__ or "").strip().split("\n\n")[0].split()),
@@ -56,6 +62,10 @@ def _rows(kind: Kind) -> Iterator[dict[str, Any]]:
         except Exception:  # somebody's own that asks for something else: what it costs is not known
             yield row
             return
+        if not form:  # what a default of None stands for
+            row["settings"] |= {name: value for name, value in one.values().items() if isinstance(value, str)}
+        if kind.label == "fedga":
+            row["description"] = f"{row['description'].partition(':')[0]}: {_FORMULAS[one.values()['mean']]}."
         phases = int(one.needs_gradients)
         yield row | {
             "form": form,
@@ -89,7 +99,8 @@ def _print(console: Console, rows: list[dict[str, Any]]) -> None:
         costs = [row.get(key) for key in ("communications", "extra_down", "extra_up", "kept_per_client")]
         cells = ["" if cost is None else str(cost) for cost in costs]
         if form:
-            table.add_row("", plain(f"with {form}"), *cells)
+            formula = row["description"].partition(": ")[2] if row["name"] == "fedga" else ""
+            table.add_row("", plain(f"with {form}: {formula}" if formula else f"with {form}"), *cells)
             continue
         settings = ", ".join(
             name if name in row["required"] else f"{name}={default!r}" for name, default in row["settings"].items()

@@ -182,7 +182,7 @@ def diagnose(
 ) -> None:
     """Say before training whether the clients' gradients disagree more than by chance, and what to do about it.
 
-    It says what aligning them costs, which form to try, and where to search β.
+    It says what aligning them costs, how to try it, and where to search β for who does not let it set itself.
     """
     with common.plain_errors():
         from gradalign.algorithms.schedule import value_at

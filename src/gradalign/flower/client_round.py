@@ -36,6 +36,12 @@ def _remember_as_sent(name: str, made: Tensor, remember: Callable[[Tensor], None
         waiting.append(look)
 
 
+def facts_sent(told: Broadcast, who: Participant, own: Tensor | None, sample: tuple[int, int]) -> dict[str, float]:
+    """Return what ``ClientRound.facts`` does, without the sample where that is nothing or more than all examples."""
+    facts = told.facts(who, own, sample if 0 < sample[0] <= sample[1] else None)
+    return {f"{messages.FACT}{name}": value for name, value in facts.items()}
+
+
 class ClientRound:
     """One order, with what the client holds for it in Flower's ``context.state``: x and its own gradient, and its k_i.
 
@@ -116,10 +122,9 @@ class ClientRound:
     def plan(self) -> Plan:
         return self.told.plan(self.who, self.gradient).written_out(self.gradient)
 
-    def facts(self, sample: tuple[int, int] | None = None) -> dict[str, float]:
+    def facts(self, sample: tuple[int, int]) -> dict[str, float]:
         """Return what the algorithm has clients report, by the names it is sent under; ``sample`` as in a view."""
-        facts = self.told.facts(self.who, self.gradient, sample)
-        return {f"{messages.FACT}{name}": value for name, value in facts.items()}
+        return facts_sent(self.told, self.who, self.gradient, sample)
 
     def remember_gradient(self, gradient: Tensor) -> None:
         """Remember g_i, and x so that it is sent once, until this round's training."""

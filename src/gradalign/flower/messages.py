@@ -38,6 +38,7 @@ LAYOUT, KEYS, NAMES, SHARED = "gradalign.layout", "gradalign.keys", "gradalign.n
 ROUND = "server-round"  # counted from 1, as in Flower
 TOTAL_STEP_SIZE = "total-step-size"
 FACT = "fact."  # begins the names of what an algorithm has clients report
+STEP_SIZE = f"{FACT}step-size"  # the mean over a client's steps
 OURS = ("steps", SEEN, TOTAL_STEP_SIZE, FACT)  # begin those of a reply that are not its app's
 PARTITION, PARTITIONS = "partition-id", "num-partitions"
 

@@ -163,7 +163,7 @@ class LocalRound:
                 raise GradalignError("call correct() before every optimizer step, or give reply(total_step_size=...)")
             total_step_size = self.lr * self._steps
         self._work.remember_update(update.cpu(), total_step_size)
-        facts = self._work.facts((self._more, examples) if 0 < self._more <= examples else None)
+        facts = self._work.facts((self._more, examples))
         numbers = {**(metrics or {}), **facts, "loss": loss, "steps": self._steps, EXAMPLES: examples}
         numbers |= {SEEN: (examples if seen is None else seen) + self._more, TOTAL_STEP_SIZE: total_step_size}
         unread = settings_unread(self._local, self._steps, {"lr", "gradient_examples"})

@@ -28,7 +28,7 @@ from gradalign.client.step import set_out
 from gradalign.errors import GradalignError
 from gradalign.flower import messages
 from gradalign.flower.client import Door, tell_partition
-from gradalign.flower.client_round import ClientRound
+from gradalign.flower.client_round import ClientRound, facts_sent
 from gradalign.flower.layout import Layout, Named
 from gradalign.flower.messages import CONFIG, EXAMPLES, LAYOUT, NAMES, ORDER, SEEN, SHARED, TOTAL_STEP_SIZE
 from gradalign.flower.own_loop import add_up, settings_unread
@@ -111,9 +111,10 @@ class _Adapter:
         exact = work.order.step_sizes or unseen
         total = steps.total_step_size(local.weight_decay) if exact else steps.total
         work.remember_update(after["update"], total)
-        numbers = _with_loss(_numbers(reply)) | {"steps": steps.count, TOTAL_STEP_SIZE: total, **work.facts()}
-        if one.numbers and EXAMPLES in numbers:
-            numbers[SEEN] = 2 * numbers[EXAMPLES]  # once more, for the gradient
+        numbers = _with_loss(_numbers(reply)) | {"steps": steps.count, TOTAL_STEP_SIZE: total}
+        numbers |= work.facts((one.numbers.get(SEEN, 0), numbers.get(EXAMPLES, 0)))
+        if one.numbers and EXAMPLES in numbers:  # once more, or as many as were looked at, for the gradient
+            numbers[SEEN] = numbers[EXAMPLES] + one.numbers.get(SEEN, numbers[EXAMPLES])
         followed = {"weight_decay"} if work.order.step_sizes else set()
         followed |= {"lr"} if work.order.lr in (LocalTraining.lr, steps.lr) else set()  # the default asks for nothing
         followed |= set() if self._losses is None else {"gradient_examples"}
@@ -129,6 +130,8 @@ class _Adapter:
         names = str(config[NAMES]).split("\n")
         layout, x = Layout.of_arrays(sent, names), torch.cat([sent[name].reshape(-1) for name in names])
         algorithm = messages.algorithm_of(order, self._algorithms)
+        if order.limit is not None and self._losses is None:
+            raise GradalignError("steps held back see all examples; for gradient_examples give ClientApp(gradient=...)")
         shared = {
             name.removeprefix(SHARED): torch.frombuffer(bytearray(value), dtype=x.dtype)
             for name, value in config.items()
@@ -138,6 +141,7 @@ class _Adapter:
             point=Point(x, x[:0], x[:0]),
             round=order.round,
             algorithm=algorithm,
+            gradient_examples=order.limit,
             shared=shared,
             weight_decay=order.local.weight_decay,
         )
@@ -161,6 +165,9 @@ class _Adapter:
         numbers: Any = reply.content.config_records.get("fitres.metrics")  # of Flower's older kind
         numbers = next(iter(reply.content.metric_records.values()), {}) if numbers is None else numbers
         numbers[TOTAL_STEP_SIZE] = steps.total_step_size(order.local.weight_decay) if order.step_sizes else 0.0
+        if algorithm.reports:
+            facts = facts_sent(one.told, one.who, one.gradient, (one.numbers.get(SEEN, 0), numbers.get(EXAMPLES, 0)))
+            numbers.update(facts | {messages.STEP_SIZE: numbers[TOTAL_STEP_SIZE] / steps.count})
         return reply
 
     def _take_gradient(self, one: _Round, context: Context, train: ClientAppCallable) -> Tensor:

@@ -1,4 +1,4 @@
-"""Before training: do these clients' gradients disagree more than chance explains, and which β is worth a search?
+"""Before training: do these clients' gradients disagree more than chance explains, and what would aligning them cost?
 
 All numbers are measured at the model's first point. With d = √(Σ p_i ‖ḡ − g_i‖²) = √(2r), three of them decide:
 
@@ -13,7 +13,7 @@ All numbers are measured at the model's first point. With d = √(Σ p_i ‖ḡ 
 
       ¼ αK‖ḡ‖/d  ≤  β  ≤  αK‖ḡ‖/d.
 
-  It is a range to search in, not a law: the factors ¼ and 1 fit what the paper found on EMNIST.
+  It is a range for who searches β, not a law: the factors ¼ and 1 fit what the paper found on EMNIST.
 
 "Misaligned" says that alignment has something to act on. It does not say that acting on it helps: docs/theory.md has a
 table of both, made by ``benchmarks/diagnose_check.py``.
@@ -38,6 +38,7 @@ from gradalign.theory.probe import HalfSplit, Probe, Spread, spread, within_clie
 from gradalign.theory.random_splits import LEVEL, SPLITS, Null, mean_of_known, null_of
 
 Range = tuple[float, float]
+Spent = tuple[float, float, float]
 ALIGNED = math.sqrt(0.1)
 """Below this d/‖ḡ‖ the variance is less than a tenth of ‖ḡ‖²: the gradients agree."""
 IID_LIKE = 1.5
@@ -96,7 +97,7 @@ class Diagnosis:
     gradient_examples: float
     """Examples of which a client takes the gradient beside them, to be aligned."""
     form: str
-    """What alignment costs, and which of FedGA's forms to try."""
+    """What alignment costs, and how to try it."""
     verdict: str
     """aligned, iid-like, misaligned, or unknown where no random split can tell."""
     sentence: str
@@ -169,28 +170,30 @@ def diagnose(
     return _conclude(probe, found, null, halves, lr, steps, _spent(local or LocalTraining(steps=steps), sizes))
 
 
-def _spent(local: LocalTraining, sizes: Sequence[int]) -> tuple[float, float]:
-    """Return the examples that a client trains on in a round, and those of its gradient at x, in the mean."""
+def _spent(local: LocalTraining, sizes: Sequence[int]) -> Spent:
+    """Return the examples that a client trains on in a round, of its gradient at x, and of a batch, in the mean."""
     trained = sum(local.steps_for(size) * local.batch_for(size) for size in sizes)
     measured = sum(min(size, local.gradient_examples or size) for size in sizes)
-    return trained / len(sizes), measured / len(sizes)
+    return trained / len(sizes), measured / len(sizes), sum(map(local.batch_for, sizes)) / len(sizes)
 
 
-def form_to_try(verdict: str, trained: float, gradient: float) -> str:
-    """Say what alignment costs in trips and gradients, and which form to try: the cheapest that can help, first."""
+def form_to_try(verdict: str, trained: float, gradient: float, batch: float) -> str:
+    """Say what alignment costs in trips, vectors and gradients, and how to try it at the least cost that can help."""
     extra = f"the gradients of {gradient:,.0f} examples a client beside the {trained:,.0f} of its steps"
-    extra += f" (+{gradient / trained:.0%})"
-    costs = f'FedGA as in the paper costs 2 trips a round where FedAvg has 1, and {extra}; mean="running" costs 1 trip '
-    costs += 'and the same gradients; mean="kept" 1 trip and no gradient, but every client remembers a vector.'
+    costs = "FedGA() costs 1 trip a round as FedAvg does, a vector more down (about half again FedAvg's bytes) and "
+    costs += f"{extra} (+{gradient / trained:.0%}); as in the paper it costs 2 trips, g_i up and the same gradients."
     if verdict == "aligned":
-        return f"{costs} Try none of them before FedAvg."
+        return f"{costs} Stay with FedAvg: there is no alignment to gain."
     if gradient > trained:
-        return f'{costs} Try mean="kept" first (its steps cost less than a gradient), then the paper\'s.'
-    return f"{costs} Try FedGA() first: one trip, and a beta that sets itself; then the betas above."
+        costs += (
+            f" Try FedGA() with local.gradient_examples = {batch:.0f} (+{batch / trained:.0%}): gradients of about "
+        )
+        return f"{costs}one mini-batch, 20 to 50 examples, were enough where they were tried. Its beta sets itself."
+    return f"{costs} Try FedGA(): its beta sets itself; a sweep over beta is an option."
 
 
 def _conclude(
-    probe: Probe, found: Spread, null: Null, halves: Sequence[HalfSplit | None], lr: float, steps: int, spent: Range
+    probe: Probe, found: Spread, null: Null, halves: Sequence[HalfSplit | None], lr: float, steps: int, spent: Spent
 ) -> Diagnosis:
     lengths = np.array(found.distances) / found.mean_norm
     relative = math.sqrt(2.0 * found.r) / found.mean_norm
@@ -241,13 +244,14 @@ def _sentence(
     if excess is not None and p_value is not None:
         far += f", {excess:.2g} times the variance of random splits of the same data (p = {p_value:.2g})"
     search = "no β can be suggested" if betas is None else f"search β from {betas[0]:.2g} to {betas[1]:.2g}"
+    leave = "let β set itself" if betas is None else f"let β set itself, or {search}"
     ends = {
         "aligned": "they agree already, so expect FedGA to do no better than FedAvg"
         + ("" if betas is None else f" (if you try, {search})"),
-        "iid-like": f"they differ as random samples do, so alignment does what small batches do in SGD: {search}",
+        "iid-like": f"they differ as random samples do, so alignment does what small batches do in SGD: {leave}",
         "misaligned": "they disagree more than chance explains, so alignment has something to act on; whether it helps "
-        f"only training can tell: {search}, and compare with FedAvg at as many communications",
-        "unknown": f"whether by more than chance cannot be told, because {why_not}; if you try FedGA, {search}",
+        f"only training can tell: {leave}, and compare with FedAvg at as many communications",
+        "unknown": f"whether by more than chance cannot be told, because {why_not}; if you try FedGA, {leave}",
     }
     text = f"{far}: {ends[verdict]}."
     return text[0].upper() + text[1:]

@@ -19,7 +19,7 @@ def main(grid: Grid, context: Context) -> None:
     torch.manual_seed(0)
     arrays = ArrayRecord(Net().state_dict())
 
-    strategy = OneTrip(FedAvg(fraction_evaluate=config["fraction-evaluate"]), FedGA(beta=0.1, mean="running"))
+    strategy = OneTrip(FedAvg(fraction_evaluate=config["fraction-evaluate"]), FedGA())
     result = strategy.start(
         grid=grid,
         initial_arrays=arrays,
