@@ -44,7 +44,7 @@ class FedGA(Algorithm):
             s the mean of those seen: no gradient beside the steps, but memory.
         decay: λ of the running mean; 0 is the last round's.
         length: ρ of "auto", a number or a schedule over rounds; 0 is FedAvg.
-        gradient_every: Align in every m-th round only; the others are FedAvg's and cost what they cost there.
+        gradient_every: Align in every m-th round only; the others are FedAvg's; kept gradients are sent there, too.
         form: "start" displaces once; "step", the appendix's Algorithm 3, inside every step. The two are equal.
     """
 
