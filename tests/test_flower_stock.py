@@ -215,6 +215,15 @@ def test_a_beta_that_sets_itself_sees_trained_arrays_alone():
             torch.testing.assert_close(found.arrays.to_torch_state_dict()[name], value, rtol=1e-9, atol=1e-9)
 
 
+def test_equal_clients_are_left_to_flowers_fedavg():
+    task, length = linear_task(), ga.OffUntil(value=0.5, round=1)
+    same = ga.Task(model=task.model, clients=[task.clients[0]] * 4)
+    ours, arrays = Noting(task_app(same), 4), ArrayRecord(task.make_model(0).state_dict())
+    gf.OneTrip(FedAvg(fraction_evaluate=0.0), ga.FedGA(length=length)).start(ours, arrays, 5)
+    assert sum("fact.fedga.mark" in said for said in ours.said) == 4 * 4  # measured in all rounds but the first
+    assert set(ours.betas.values()) == {0.0}
+
+
 def test_fewer_gradient_examples_than_all_need_losses_to_take_them_of(problem):
     app = quadratic_app(problem)
     grid = MaskedGrid(app, 4)

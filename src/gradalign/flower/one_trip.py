@@ -65,7 +65,7 @@ class _Teller:
         self._forget()
 
     def _forget(self) -> None:
-        self._heard, self._names = dict[str, float](), list[str]()
+        self._heard, self._reported, self._names = dict[str, float](), 0, list[str]()
         self._before: tuple[Combination, Tensor, int | None] | None = None
         self._shared, self._numbers = dict[str, Tensor](), dict[str, Mapping[str, float]]()
 
@@ -114,7 +114,7 @@ class _Teller:
                 kept_change=None,
                 total_step_size=total_step_size,
                 step_size=self._heard.get(STEP_SIZE, 0.0),
-                reported=1,
+                reported=self._reported,
                 clients=1,
                 x=before,
                 weight_decay=self._local.weight_decay,
@@ -132,8 +132,9 @@ class _Teller:
 
         A client whose app does not know of the algorithm says none: it has trained as in FedAvg, and that is an error.
         """
-        sums: dict[str, tuple[float, float]] = {}
+        sums, self._reported = dict[str, tuple[float, float]](), 0
         for metrics, weight in said:
+            self._reported += 1
             if TOTAL_STEP_SIZE not in metrics:
                 raise GradalignError("a client's app is not a gradalign.flower.ClientApp, and does not align")
             for name in [name for name in metrics if name == TOTAL_STEP_SIZE or name.startswith(FACT)]:
