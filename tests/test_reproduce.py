@@ -19,14 +19,15 @@ from gradalign.errors import GradalignError
 from gradalign.recipes import is_papers_problem
 from gradalign.recipes.build import build_algorithm
 from gradalign.report.statistics import difference
-from gradalign.reproduce.conduct import Reproduction, time_left
+from gradalign.reproduce.conduct import Reproduction
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, read_plan
+from gradalign.reproduce.results import time_left
 from gradalign.reproduce.verdicts import Claim, beside_baseline, judge
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.protocol import Search
-from run_folders import spec_of, write_run
+from run_folders import write_run
 from test_cli import call
 
 # The plan
@@ -126,18 +127,22 @@ def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
 
     runs = [planned("fedavg", 0, 4), planned("fedavg", 1, 10), planned("fedga", 0, 20)]
     assert time_left(runs) == "3 of 3 runs left; how long a round takes is not known yet"
-    write_run(tmp_path / "fedavg" / "seed0", spec_of("fedavg"))  # four rounds in two seconds
+    avg0, avg1, ga0 = (run.spec.to_dict() for run in runs)
+    write_run(tmp_path / "fedavg" / "seed0", avg0)  # four rounds in two seconds
     left = "2 of 3 runs left, about 0:00:15 at the speed so far (fedga counted like the slowest measured)"
     assert time_left(runs) == left
-    write_run(tmp_path / "fedga" / "seed0", spec_of("fedga"), summary=None)  # 16 of 20 rounds are left of it
+    write_run(tmp_path / "fedga" / "seed0", ga0, summary=None)  # 16 of 20 rounds are left of it
     assert time_left(runs) == "2 of 3 runs left, about 0:00:13 at the speed so far"
     write_run(
         tmp_path / "fedavg" / "seed1",
-        spec_of("fedavg"),
+        avg1,
         summary=None,
         failure=json.dumps({"failure": "NaN", "diverged": True}),
     )
     assert time_left(runs).startswith("1 of 3 runs left, about 0:00:08")
+    longer = [planned("fedavg", 0, 6), *runs[1:]]  # what lies there, of four rounds, is not what is planned now
+    words = "2 of 3 runs left (1 in whose place there is one with other settings), about 0:00:11 at the speed so far"
+    assert time_left(longer) == words
 
 
 # Tables
@@ -311,6 +316,45 @@ def test_retune_chooses_again_what_is_written_down():
     after = {trial: trial.stat().st_mtime_ns for trial in Path("out/tiny/tune").rglob("metrics.jsonl")}
     assert before.keys() == after.keys()
     assert all(after[trial] > before[trial] for trial in before)
+
+
+def given_settings(out: Path) -> None:
+    """Write settings for all that is tuned, so that nothing is searched."""
+    file = out / "tiny/settings.toml"
+    file.parent.mkdir(parents=True)
+    given = {name: {"values": {"lr": 0.1}, "source": "given"} for name in ("fedga", "fedavg", "fedprox")}
+    file.write_bytes(tomli_w.dumps(given).encode())
+
+
+def change_plan(**changes: object) -> None:
+    """Write the list anew with other numbers of its first experiment at the scale small."""
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][0]["scales"]["small"].update(changes)
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_runs_of_another_plan_are_neither_done_nor_judged():
+    given_settings(Path("out"))
+    call(*WORDS, "tiny", "--only", "fedga,fedavg")
+    done = stamps()
+    change_plan(budget=12)
+    result = call(*WORDS, "tiny", code=2)
+    assert "fedga/seed0 holds a run with other settings: rounds (4 there, 6 now)" in result.stderr
+    assert result.stderr.strip().endswith("remove that folder, or choose another --out")
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert stamps() == done
+    assert not Path("out/tiny/runs/fedprox").exists()  # nothing of the experiment is begun
+    state = json.loads(call(*WORDS, "tiny", "--list", "--json").stdout)
+    assert state[0]["left"].startswith("6 of 6 runs left (4 in whose place there is one with other settings)")
+    shutil.rmtree("out/tiny/runs/fedga")
+    call(*WORDS, "tiny", "--only", "fedga")  # who asks for others may go on beside them
+    report = call(*WORDS, "tiny", "--report", "--json")
+    assert report.stderr.count("not a run of this plan: rounds (8 there, 12 now)") == 2
+    assert "not a run of this plan" in Path("out/report.html").read_text()
+    results = json.loads(report.stdout)
+    assert [one["name"] for one in results["experiments"][0]["algorithms"]] == ["fedga"]
+    assert len(results["left_out"]) == 2
 
 
 @pytest.mark.usefixtures("_tiny")

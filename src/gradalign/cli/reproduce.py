@@ -42,8 +42,9 @@ def reproduce(
     After any interruption the same command goes on.
     """
     with common.plain_errors("the same command goes on where this ended"):
-        from gradalign.reproduce.conduct import Reproduction, verdict_table
+        from gradalign.reproduce.conduct import Reproduction
         from gradalign.reproduce.plan import choose, read_plan, scale_of
+        from gradalign.reproduce.results import verdict_table
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
 
@@ -83,6 +84,8 @@ def reproduce(
             results = work.results()
         if report_only and not results["experiments"]:
             raise GradalignError(f"{out} holds no finished run of the list; begin without --report")
+        for line in results["left_out"]:
+            common.say(line)
         named = {one.name for one in chosen}
         table = verdict_table([one for one in results["experiments"] if one["name"] in named])
         common.print_result(as_json, results, _print_verdicts, table, results["report"])

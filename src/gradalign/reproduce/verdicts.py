@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from gradalign.recipes.spec import Finite, NotNegative, Portion, Section
-from gradalign.report.statistics import Difference, difference, mean_and_std
+from gradalign.report.statistics import Difference, difference
 
 Verdict = Literal["reproduced", "not reproduced", "undecidable"]
 Cost = Literal["communication", "updates", "rounds", "bytes", "computation"]
@@ -28,7 +28,6 @@ AXES: dict[Cost, str] = {
 }
 """What is equal in a comparison, and the column of a run's rows that counts it."""
 COSTS: tuple[Cost, ...] = ("communication", "updates", "bytes", "computation")
-_LENGTHS = ("K", "epochs", "batch", "weight_decay")  # the same for all entries of most experiments
 
 
 class Claim(Section):
@@ -169,33 +168,3 @@ def _scores(runs: Sequence[Rows]) -> list[float]:
     """Return every run's mean test accuracy over its last tenth."""
     whole = Claim(text="", first="", second=0.0, at="rounds")
     return [one for rows in runs if (one := score(rows, whole, spent(rows, "rounds"))) is not None]
-
-
-def markdown(experiments: Sequence[Mapping[str, Any]]) -> str:
-    """Return results as Markdown, a table for each experiment."""
-    return "\n".join(line for one in experiments for line in _section(one))
-
-
-def _section(experiment: Mapping[str, Any]) -> list[str]:
-    chosen = {one["name"]: (one["chosen"] or {}).get("values", {}) for one in experiment["algorithms"]}
-    heads = ["", "test accuracy, %", *(f"− {experiment['baseline']}, equal {at}" for at in COSTS), "costs", "chosen"]
-    lines = [f"## {experiment['name']}", "", experiment["title"], "", _line(heads), _line(["---"] * len(heads))]
-    for row in experiment["beside_baseline"]:
-        name = row["name"]
-        reached = f"{mean_and_std(row['scores'], '.2f')} ({len(row['scores'])})"
-        pairs = [_pair(row["difference"].get(at)) for at in COSTS]
-        costs = ", ".join(f"{row['spent'][at]:.2f}" if at in row["spent"] else "–" for at in COSTS)
-        values = ", ".join(f"{key} {value}" for key, value in chosen.get(name, {}).items() if key not in _LENGTHS)
-        lines.append(_line([name, reached, *pairs, costs, values]))
-    return [*lines, ""]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _pair(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    margin = "" if found["margin"] is None else f" ± {found['margin']:.2f}"
-    return f"{found['value']:+.2f}{margin}".replace("-", "−")

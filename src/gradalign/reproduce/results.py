@@ -1,0 +1,181 @@
+"""What lies in the folders: the runs of the plan and what is left of them; what they say, as values and in words."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from gradalign.comparison import Planned
+from gradalign.errors import GradalignError, shown_text
+from gradalign.recipes.spec import Spec
+from gradalign.report.statistics import mean_and_std, spread_of
+from gradalign.reproduce.plan import Experiment
+from gradalign.reproduce.verdicts import COSTS, beside_baseline, verdict_row
+from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields
+from gradalign.runs.metrics import read_metrics
+from gradalign.runs.read import Gathered, Run, Skipped, gather
+from gradalign.runs.untrusted import is_there, read_failure, read_optional, read_spec
+
+SETTINGS = "settings.toml"
+OTHER = "not a run of this plan"
+_MOST_TOLD = 3
+_LENGTHS = ("K", "epochs", "batch", "weight_decay")  # the same for all entries of most experiments
+
+
+def differing(one: Planned) -> list[str]:
+    """Return in what the run that lies in a planned one's folder is another; nothing where there is none."""
+    return _differing(read_spec(one.folder), one.spec) if is_there(one.folder / SPEC) else []
+
+
+def _differing(there: Mapping[str, Any], spec: Spec) -> list[str]:
+    return differing_fields(there, tomllib.loads(as_toml(spec.to_dict())))
+
+
+def refuse_others(planned: Sequence[Planned]) -> None:
+    """Refuse runs that the plan, or the settings chosen since, would have otherwise: they are not what was planned."""
+    for one in planned:
+        if found := differing(one):
+            told = f"{one.folder} holds a run with other settings: {'; '.join(found[:_MOST_TOLD])}"
+            raise GradalignError(f"{told}; remove that folder, or choose another --out")
+
+
+def runs_left(planned: Sequence[Planned]) -> list[Planned]:
+    """Return the runs that have not ended, those in whose place another lies among them."""
+    return [one for one in planned if not ended(one.folder) or differing(one)]
+
+
+def ended(folder: Path) -> bool:
+    """Return whether there is nothing left to do in a run's folder: it is complete, or it diverged."""
+    if is_there(folder / SUMMARY):
+        return True
+    failure = read_failure(folder) if folder.is_dir() else None
+    return failure is not None and failure.diverged
+
+
+def time_left(planned: Sequence[Planned]) -> str:
+    """Say how long what is left of some runs takes, by the seconds a round that the rounds done so far have taken.
+
+    An entry without a round of its own is counted with the slowest of the others.
+    """
+    others = sum(bool(differing(one)) for one in planned)
+    begun = [one for one in planned if is_there(one.folder / METRICS) and not differing(one)]
+    last = {one.folder: rows[-1] for one in begun if (rows := read_metrics(one.folder)) and rows[-1]["round"]}
+    done: dict[str, list[Mapping[str, Any]]] = {}
+    for one in begun:
+        done.setdefault(one.entry, []).extend([last[one.folder]] if one.folder in last else [])
+    speeds = {e: sum(r["seconds"] for r in rows) / sum(r["round"] for r in rows) for e, rows in done.items() if rows}
+    todo = runs_left(planned)
+    words = f"{len(todo)} of {len(planned)} runs left"
+    words += f" ({others} in whose place there is one with other settings)" if others else ""
+    if not todo or not speeds:
+        return words + ("; how long a round takes is not known yet" if todo else "")
+    slowest = max(speeds.values())
+    left = [(one.entry, one.spec.rounds - last.get(one.folder, {"round": 0})["round"]) for one in todo]
+    seconds = sum(rounds * speeds.get(entry, slowest) for entry, rounds in left)
+    guessed = sorted({one.entry for one in todo} - set(speeds))
+    hint = f" ({', '.join(guessed)} counted like the slowest measured)" if guessed else ""
+    return f"{words}, about {timedelta(seconds=round(seconds))} at the speed so far{hint}"
+
+
+def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
+    """Return the runs below a folder that are what the entries' specs say, whatever their seeds; others are named."""
+    found, own = gather([folder]), []
+    for run in found.runs:
+        spec = specs.get(run.entry or "")
+        why = ["no such entry"] if spec is None else _differing(run.spec, spec.model_copy(update={"seed": run.seed}))
+        if why:
+            reason = f"{OTHER}: {'; '.join(why[:_MOST_TOLD])}"
+            found.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
+        else:
+            own.append(run)
+    return Gathered(runs=own, skipped=found.skipped)
+
+
+def runs_by_entry(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs of each entry that has any."""
+    return {entry: [run for run in runs if run.entry == entry] for entry in {run.entry or "": 0 for run in runs}}
+
+
+def experiment_result(
+    experiment: Experiment, folder: Path, runs: Mapping[str, list[Run]], every: Mapping[str, list[Run]]
+) -> dict[str, Any]:
+    """Return what an experiment's runs say; ``every`` has those of all experiments, by EXPERIMENT/ENTRY."""
+    known = {**every, **runs}
+    rows = {entry: [run.rows for run in own if run.state == "complete"] for entry, own in known.items()}
+    diverged = {entry: sum(run.state == "diverged" for run in own) for entry, own in known.items()}
+    settled = read_optional(folder / SETTINGS)
+    return {
+        "name": experiment.name,
+        "title": experiment.title,
+        "folder": folder.name,
+        "provenance": experiment.provenance,
+        "algorithms": [_entry_result(entry, own, settled.get(entry)) for entry, own in runs.items()],
+        "baseline": experiment.baseline,
+        "beside_baseline": beside_baseline({entry: rows[entry] for entry in runs}, experiment.baseline),
+        "verdicts": [verdict_row(claim, rows, diverged) for claim in experiment.claims],
+    }
+
+
+def verdict_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the verdicts as a table: its heads, and a row for each claim."""
+    table = [["experiment", "claim", "at equal", "first − second", "verdict", "why"]]
+    for one in experiments:
+        for row in one["verdicts"]:
+            found, margin = row["difference"], row["margin"]
+            words = "–" if found is None else f"{found:+.3g}" + ("" if margin is None else f" ± {margin:.2g}")
+            seeds = f" ({len(row['first_scores'])} and {len(row['second_scores'])} runs)"
+            table.append([one["name"], row["text"], row["at"], words + seeds, row["verdict"], row["why"]])
+    return table
+
+
+def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | None) -> dict[str, Any]:
+    complete = [run for run in runs if run.state == "complete"]
+
+    def final(name: str) -> dict[str, Any] | None:
+        values = [run.summary[name] for run in complete if run.summary.get(name) is not None]
+        found = spread_of(values)
+        return None if found is None else found | {"values": values}
+
+    names = ("final_test_accuracy", "best_test_accuracy", "final_test_loss", "final_train_loss", "final_r")
+    return {
+        "name": entry,
+        "seeds": sorted(run.seed for run in complete),
+        "diverged": sorted(run.seed for run in runs if run.state == "diverged"),
+        **{name: final(name) for name in names},
+        "communication_rounds": max((run.summary["communication_rounds"] for run in complete), default=0),
+        "seconds": sum(run.summary["seconds"] for run in complete),
+        "chosen": settled,
+    }
+
+
+def markdown(experiments: Sequence[Mapping[str, Any]]) -> str:
+    """Return results as Markdown, a table for each experiment."""
+    return "\n".join(line for one in experiments for line in _section(one))
+
+
+def _section(experiment: Mapping[str, Any]) -> list[str]:
+    chosen = {one["name"]: (one["chosen"] or {}).get("values", {}) for one in experiment["algorithms"]}
+    heads = ["", "test accuracy, %", *(f"− {experiment['baseline']}, equal {at}" for at in COSTS), "costs", "chosen"]
+    lines = [f"## {experiment['name']}", "", experiment["title"], "", _line(heads), _line(["---"] * len(heads))]
+    for row in experiment["beside_baseline"]:
+        name = row["name"]
+        reached = f"{mean_and_std(row['scores'], '.2f')} ({len(row['scores'])})"
+        pairs = [_pair(row["difference"].get(at)) for at in COSTS]
+        costs = ", ".join(f"{row['spent'][at]:.2f}" if at in row["spent"] else "–" for at in COSTS)
+        values = ", ".join(f"{key} {value}" for key, value in chosen.get(name, {}).items() if key not in _LENGTHS)
+        lines.append(_line([name, reached, *pairs, costs, values]))
+    return [*lines, ""]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _pair(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    margin = "" if found["margin"] is None else f" ± {found['margin']:.2f}"
+    return f"{found['value']:+.2f}{margin}".replace("-", "−")
