@@ -221,7 +221,7 @@ TINY = {
             "claims": [
                 {"text": "β = 0 is FedAvg", "first": "no alignment", "second": "tiny/fedavg", "at": "communication"}
             ],
-            "scales": {"small": {"budget": 8, "seeds": 2}},
+            "scales": {"small": {"budget": 8, "seeds": 2, "hours": 0.5}},
         },
     ]
 }
@@ -233,6 +233,8 @@ def _tiny(tmp_path, monkeypatch):
     Path("tiny.toml").write_bytes(tomli_w.dumps(TINY).encode())
 
 
+# The first experiment has 4 of its 6 runs, the second none of its 2; it takes half an hour by its own account.
+LAST_LINE = "in all: 4 of 8 runs left; the plan is about 0.5 hours of one core"
 WORDS = ("reproduce", "--plan", "tiny.toml", "--out", "out", "--workers", "0")
 
 
@@ -257,6 +259,7 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     call(*WORDS, "tiny", "--only", "fedga,fedavg")
     assert {path: stamp for path, stamp in stamps().items() if path in done} == done  # what is done is left alone
     assert not Path("out/tiny/runs/fedprox").exists()
+    assert call(*WORDS, "--list").stdout.splitlines()[-1] == LAST_LINE
     state = json.loads(call(*WORDS, "--list", "--json").stdout)
     assert [one["settings_to_choose"] for one in state] == [["fedprox"], []]
     assert state[0]["left"].startswith("2 of 6 runs left, about 0:00:0")
@@ -276,6 +279,7 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     tables = Path("out/tables.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in tables if line.startswith("| fed")] == ["| fedavg", "| fedga", "| fedprox"]
     assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", code=2).stderr
+    assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", "--list", code=2).stderr
     page = Path("out/report.html").read_text()
     assert "FedGA above FedAvg" in page
     assert page.index("Verdicts</h2>") < page.index("Comparison</h3>")
@@ -355,6 +359,27 @@ def test_runs_of_another_plan_are_neither_done_nor_judged():
     results = json.loads(report.stdout)
     assert [one["name"] for one in results["experiments"][0]["algorithms"]] == ["fedga"]
     assert len(results["left_out"]) == 2
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_plan_may_grow_and_shrink():
+    given_settings(Path("out"))
+    words = (*WORDS, "tiny", "--only", "fedavg")
+    call(*words, "--seeds", "1")
+    done = stamps()
+    call(*words, "--seeds", "3")  # one more than the list has
+    assert sorted(path.parent.name for path in map(Path, stamps())) == ["seed0", "seed1", "seed2"]
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][0]["algorithms"] = [["fedga"], ["fedavg", "fedsam"]]
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    call(*words[:-1], "fedsam", "--seeds", "1")  # with fedavg's lr, which is known
+    there = read_table(Path("out/tiny/runs/compare.toml"))
+    assert there == {"name": "tiny", "algorithms": ["fedga", "fedavg", "fedsam", "fedprox"], "seeds": [0, 1, 2]}
+    assert {path: stamp for path, stamp in stamps().items() if path in done} == done
+    entries = json.loads(call(*WORDS, "tiny", "--report", "--json").stdout)["experiments"][0]["algorithms"]
+    assert {one["name"]: one["seeds"] for one in entries} == {"fedavg": [0, 1, 2], "fedsam": [0]}
+    Path("out/tiny/runs/compare.toml").write_text('name = "another"\nalgorithms = []\nseeds = []\n')
+    assert "holds another comparison" in call(*WORDS, "tiny", "--only", "fedga", code=2).stderr
 
 
 @pytest.mark.usefixtures("_tiny")

@@ -24,7 +24,7 @@ def reproduce(
     ),
     out: Path = Option(Path("reproduction"), help="Folder to write to; the same command goes on with what is there."),
     only: str | None = Option(None, help="Run only these entries of the experiments, e.g. fedga,fedavg."),
-    seeds: int | None = Option(None, min=1, help="Run only the first so many seeds of each experiment."),
+    seeds: int | None = Option(None, min=1, help="Run this many seeds of each experiment (default: as the list says)."),
     show_list: bool = Option(False, "--list", help="Show the list and what is left of it, and leave."),
     report_only: bool = Option(
         False, "--report", help="Run nothing: write the page and the verdicts of what has finished."
@@ -69,11 +69,11 @@ def reproduce(
             seeds=seeds,
             retune=retune,
         )
+        work.require_scale()
         if show_list:
             rows = [work.state(one) for one in chosen]
             common.print_result(as_json, rows, _print_list, rows)
             return
-        work.require_scale()
         with using_data_folder(data_dir):
             for one in chosen if not report_only else []:
                 try:
@@ -96,6 +96,9 @@ def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
         hours = "" if row["core_hours"] is None else f"; in all about {row['core_hours']:g} hours of one core"
         choose = f"; settings to choose: {', '.join(row['settings_to_choose'])}" if row["settings_to_choose"] else ""
         _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{hours}")
+    runs, left = (sum(row[key] for row in rows) for key in ("runs", "runs_left"))
+    total = sum(row["core_hours"] or 0 for row in rows)
+    console.print(f"in all: {left:,} of {runs:,} runs left; the plan is about {total:.3g} hours of one core")
 
 
 def _print_verdicts(console: Console, table: list[list[str]], page: str | None) -> None:

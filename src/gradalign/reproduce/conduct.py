@@ -22,6 +22,7 @@ from gradalign.reproduce.results import (
     markdown,
     refuse_others,
     runs_by_entry,
+    runs_left,
     runs_of_plan,
     time_left,
     verdict_table,
@@ -54,7 +55,7 @@ class Reproduction:
     say: Say
     show: bool = False
     seeds: int | None = None
-    """How many seeds of each experiment are run now; all of them without a number."""
+    """How many seeds of each experiment are run now, perhaps more than the plan has; the plan's without a number."""
     retune: bool = False
     """Choose settings anew where the plan or the folder has some."""
     _anew: set[str] = field(default_factory=set, init=False)
@@ -158,7 +159,7 @@ class Reproduction:
     def planned(self, experiment: Experiment, settled: Settled, *, check: bool = True) -> list[Planned]:
         """Return all runs in the order of their worth: seed by seed of each group of entries."""
         recipe = experiment.recipe_at(self.scale, _points(settled))
-        seeds = experiment.at(self.scale).seeds
+        seeds = max(experiment.at(self.scale).seeds, self.seeds or 0)
         runs = plan_comparison(recipe, experiment.entry_names(), seeds, self.place(experiment) / RUNS, check=check)
         group = {entry: place for place, group in enumerate(experiment.algorithms) for entry in group}
         return sorted(runs, key=lambda one: (group[one.entry], one.seed))
@@ -181,7 +182,8 @@ class Reproduction:
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
                     self.say(f"{what}; {time_left(planned)}")
                     bar = rounds_bar(one.spec.rounds) if self.show else nullcontext(lambda label, row: None)
-                    with claimed_folder(self.place(experiment) / RUNS, planned, resume=True), bar as tick:
+                    place = self.place(experiment) / RUNS
+                    with claimed_folder(place, planned, resume=True, grow=True), bar as tick:
                         resuming = replace(self.options, resume=True)
                         run_comparison([one], resuming, on_row=lambda run, row: tick(run.entry, row))
 
@@ -194,6 +196,8 @@ class Reproduction:
             "title": experiment.title,
             "settings_to_choose": [entry for entry in (own.tune.lists if own.tune else ()) if entry not in settled],
             "left": time_left(runs),
+            "runs": len(runs),
+            "runs_left": len(runs_left(runs)),
             "core_hours": own.hours,
         }
 
