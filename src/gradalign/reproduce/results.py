@@ -126,7 +126,8 @@ def verdict_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         for row in one["verdicts"]:
             found, margin = row["difference"], row["margin"]
             words = "–" if found is None else f"{found:+.3g}" + ("" if margin is None else f" ± {margin:.2g}")
-            seeds = f" ({len(row['first_scores'])} and {len(row['second_scores'])} runs)"
+            sides = [row["first_scores"], *([row["second_scores"]] if isinstance(row["second"], str) else [])]
+            seeds = f" ({' and '.join(str(len(side)) for side in sides)} runs)"
             table.append([one["name"], row["text"], row["at"], words + seeds, row["verdict"], row["why"]])
     return table
 
