@@ -20,8 +20,8 @@ from gradalign.recipes import is_papers_problem
 from gradalign.recipes.build import build_algorithm
 from gradalign.report.statistics import difference
 from gradalign.reproduce.conduct import Reproduction
+from gradalign.reproduce.outcome import time_left, verdict_table, verdict_words
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, read_plan
-from gradalign.reproduce.results import time_left
 from gradalign.reproduce.verdicts import Claim, beside_baseline, judge
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
@@ -184,6 +184,39 @@ def test_the_baseline_is_what_the_others_are_measured_by():
     )
 
 
+# Words
+
+
+def row_of(verdict: str, *, papers: bool, **changes: object) -> dict[str, object]:
+    numbers = {"first_scores": [50.0, 51.0], "second_scores": [40.0, 41.0], "difference": 10.0, "margin": 3.0}
+    about = {"text": f"{verdict}, {papers}", "at": "rounds", "second": "fedavg", "why": "so", "papers": papers}
+    return {**numbers, **about, "verdict": verdict, **changes}
+
+
+def test_the_papers_claims_come_first_and_others_hold_or_do_not():
+    rows = [row_of("reproduced", papers=False), row_of("not reproduced", papers=False), row_of("pending", papers=False)]
+    rows += [row_of("reproduced", papers=True), row_of("pending", papers=True, second=0.01, second_scores=[])]
+    table = verdict_table([{"name": "one", "verdicts": rows}])[1:]
+    assert [line[4] for line in table] == ["reproduced", "pending", "holds", "does not hold", "pending"]
+    assert [line[3] for line in table[:2]] == ["+10 ± 3 (2 and 2 runs)", "+10 ± 3 (2 runs)"]
+
+
+def test_the_verdicts_begin_with_what_came_out():
+    one = read_plan()[0].model_copy(update={"claims": [Claim(text="", first="a", second="b", at="rounds")] * 50})
+    ours = Claim(text="", first="a", second="b", at="rounds", papers=False)
+    others = [one, one.model_copy(update={"claims": [ours] * 9})]
+    rows = [row_of(verdict, papers=True) for verdict in ("reproduced", "not reproduced", "undecidable", "pending")] * 4
+    rows += [row_of("reproduced", papers=False)] * 7
+    entries = [{"seeds": [0, 1]}, {"seeds": [0, 1, 2]}, {"seeds": []}]
+    words = verdict_words("small", [{"verdicts": rows, "algorithms": entries}], others)
+    assert words.startswith(
+        "Scale small; experiments: 1, with 2 to 3 seeds of an algorithm. Of the paper's 50 claims: "
+    )
+    # 12 of the 50 are judged; of 19 with the others, a twentieth is about one.
+    assert "claims: 4 reproduced, 4 not reproduced, 4 undecidable, 38 pending." in words
+    assert "Of the 19 claims judged at 95 %, the paper's and others, about 1 would" in words
+
+
 # A whole list
 
 TINY = {
@@ -282,6 +315,10 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", "--list", code=2).stderr
     page = Path("out/report.html").read_text()
     assert "FedGA above FedAvg" in page
+    assert results["words"].startswith(
+        "Scale small; experiments: 2, with 2 seeds of an algorithm. Of the paper's 2 claims: "
+    )
+    assert results["words"].partition(":")[0] in page.partition("Verdicts</h2>")[2]
     assert page.index("Verdicts</h2>") < page.index("Comparison</h3>")
 
 
@@ -359,6 +396,22 @@ def test_runs_of_another_plan_are_neither_done_nor_judged():
     results = json.loads(report.stdout)
     assert [one["name"] for one in results["experiments"][0]["algorithms"]] == ["fedga"]
     assert len(results["left_out"]) == 2
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_what_fails_does_not_end_the_list():
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][0]["settings"]["clients"]["per_round"] = 7  # of six
+    plan["experiment"][1].update(settings_from="other", claims=[])
+    plan["experiment"].append({**TINY["experiment"][0], "name": "other", "algorithms": [["fedga", "fedavg"]]})
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    result = call(*WORDS, "--seeds", "1", code=2)
+    lines = result.stderr.strip().splitlines()
+    assert lines[0].startswith("tiny: ")
+    assert lines[0].endswith("; going on with the next")
+    assert lines[-1] == "error: not carried out, for the reasons given above: tiny"
+    assert {path.split("/")[1] for path in stamps() if "/runs/" in path} == {"taken", "other"}
+    assert "FedGA above FedAvg" in result.stdout
 
 
 @pytest.mark.usefixtures("_tiny")

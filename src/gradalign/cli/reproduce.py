@@ -43,8 +43,8 @@ def reproduce(
     """
     with common.plain_errors("the same command goes on where this ended"):
         from gradalign.reproduce.conduct import Reproduction
+        from gradalign.reproduce.outcome import verdict_table
         from gradalign.reproduce.plan import choose, read_plan, scale_of
-        from gradalign.reproduce.results import verdict_table
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
 
@@ -75,11 +75,17 @@ def reproduce(
             common.print_result(as_json, rows, _print_list, rows)
             return
         with using_data_folder(data_dir):
+            failed = []
             for one in chosen if not report_only else []:
                 try:
                     work.run(one, entries)
                 except FolderInUseError:
                     common.say(f"{one.name}: another process is at work on it; going on with the next")
+                except (GradalignError, OSError) as error:
+                    if len(chosen) == 1:
+                        raise
+                    failed.append(one.name)
+                    common.say(f"{one.name}: {error}; going on with the next")
                 work.results()
             results = work.results()
         if report_only and not results["experiments"]:
@@ -88,7 +94,9 @@ def reproduce(
             common.say(line)
         named = {one.name for one in chosen}
         table = verdict_table([one for one in results["experiments"] if one["name"] in named])
-        common.print_result(as_json, results, _print_verdicts, table, results["report"])
+        common.print_result(as_json, results, _print_verdicts, results["words"], table, results["report"])
+        if failed:
+            raise GradalignError(f"not carried out, for the reasons given above: {', '.join(failed)}")
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -101,7 +109,8 @@ def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(f"in all: {left:,} of {runs:,} runs left; the plan is about {total:.3g} hours of one core")
 
 
-def _print_verdicts(console: Console, table: list[list[str]], page: str | None) -> None:
+def _print_verdicts(console: Console, words: str, table: list[list[str]], page: str | None) -> None:
+    common.print_line(console, words)
     for name, text, at, numbers, verdict, why in table[1:]:
         _print_pair(console, name, text, f"{verdict}: {why}; {numbers}, at equal {at}")
     if page is not None:

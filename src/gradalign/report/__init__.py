@@ -29,7 +29,6 @@ def write_report(
     title: str | None = None,
     figures: Path | None = None,
     unfinished: bool = False,
-    verdicts: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write one self-contained page about all runs in and below the folders, and return its path.
 
@@ -39,13 +38,11 @@ def write_report(
         title: The page's title (default: the experiments' names).
         figures: A folder to write the same figures to, as PDF and PNG.
         unfinished: Show runs that have not finished, too.
-        verdicts: A table to stand first: its heads and its rows.
 
     Raises:
         GradalignError: There is no run to report.
     """
-    gathered = gather(folders, unfinished=unfinished)
-    return report_gathered(gathered, output, title=title, figures=figures, verdicts=verdicts)
+    return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
 
 
 def report_gathered(
@@ -58,6 +55,8 @@ def report_gathered(
     verdicts: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure.
+
+    ``verdicts`` stand first on it: a line of words, the heads of a table, and its rows.
 
     A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
     """

@@ -13,20 +13,8 @@ from gradalign.comparison import Planned, claimed_folder, plan_comparison, run_c
 from gradalign.errors import GradalignError
 from gradalign.recipes.spec import checked
 from gradalign.report import report_gathered
+from gradalign.reproduce import outcome
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
-from gradalign.reproduce.results import (
-    OTHER,
-    SETTINGS,
-    ended,
-    experiment_result,
-    markdown,
-    refuse_others,
-    runs_by_entry,
-    runs_left,
-    runs_of_plan,
-    time_left,
-    verdict_table,
-)
 from gradalign.runs import REPORT, safe_name, write_json, write_toml, write_whole
 from gradalign.runs.read import Gathered
 from gradalign.runs.untrusted import is_there, read_optional
@@ -90,7 +78,7 @@ class Reproduction:
             if tune and entry not in settled and (not entries or entry in entries or number == 0):
                 settled |= self._search(experiment, tune, entry, settled)
                 self._write(experiment, settled)
-        if settled and (self._forgets(experiment) or not is_there(self.place(experiment) / SETTINGS)):
+        if settled and (self._forgets(experiment) or not is_there(self.place(experiment) / outcome.SETTINGS)):
             self._write(experiment, settled)
         return settled
 
@@ -99,15 +87,13 @@ class Reproduction:
 
     def _write(self, experiment: Experiment, settled: Settled) -> None:
         self.place(experiment).mkdir(parents=True, exist_ok=True)
-        write_toml(self.place(experiment) / SETTINGS, {name: one.model_dump() for name, one in settled.items()})
+        write_toml(self.place(experiment) / outcome.SETTINGS, {name: one.model_dump() for name, one in settled.items()})
         self._anew.add(experiment.name)
 
-    def _known(self, experiment: Experiment) -> Settled:
-        return {} if self._forgets(experiment) else self._written(experiment)
-
-    def _written(self, experiment: Experiment) -> Settled:
-        """Return the settings that the folder has, or else the plan's."""
-        file = self.place(experiment) / SETTINGS
+    def _known(self, experiment: Experiment, *, forget: bool = True) -> Settled:
+        if forget and self._forgets(experiment):
+            return {}
+        file = self.place(experiment) / outcome.SETTINGS
         written = {name: checked(Chosen, table, str(file)) for name, table in read_optional(file).items()}
         return written or ({} if self.retune else dict(experiment.at(self.scale).chosen))
 
@@ -174,13 +160,13 @@ class Reproduction:
             planned = self.planned(experiment, settled)
             tune = experiment.at(self.scale).tune
             later = set(tune.lists if tune else ()) - set(settled)  # whose settings are not chosen yet
-            refuse_others([one for one in planned if one.entry not in later and (not only or one.entry in only)])
+            outcome.refuse_others(one for one in planned if one.entry not in later and (not only or one.entry in only))
             self._stamp()
             now = sorted({one.seed for one in planned})[: self.seeds]
             for one in planned:
-                if one.entry in entries and one.seed in now and not ended(one.folder):
+                if one.entry in entries and one.seed in now and not outcome.ended(one.folder):
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
-                    self.say(f"{what}; {time_left(planned)}")
+                    self.say(f"{what}; {outcome.time_left(planned)}")
                     bar = rounds_bar(one.spec.rounds) if self.show else nullcontext(lambda label, row: None)
                     place = self.place(experiment) / RUNS
                     with claimed_folder(place, planned, resume=True, grow=True), bar as tick:
@@ -195,9 +181,9 @@ class Reproduction:
             "name": experiment.name,
             "title": experiment.title,
             "settings_to_choose": [entry for entry in (own.tune.lists if own.tune else ()) if entry not in settled],
-            "left": time_left(runs),
+            "left": outcome.time_left(runs),
             "runs": len(runs),
-            "runs_left": len(runs_left(runs)),
+            "runs_left": len(outcome.runs_left(runs)),
             "core_hours": own.hours,
         }
 
@@ -209,32 +195,33 @@ class Reproduction:
         A run with other settings than the plan's is left out, and named.
         """
         gathered = [self._gathered(one) for one in self.experiments]
-        runs = {one.name: runs_by_entry(own.runs) for one, own in zip(self.experiments, gathered, strict=True)}
+        runs = {one.name: outcome.runs_by_entry(own.runs) for one, own in zip(self.experiments, gathered, strict=True)}
         every = {f"{name}/{entry}": own for name, entries in runs.items() for entry, own in entries.items()}
         begun = [one for one in self.experiments if runs[one.name]]
-        found = [experiment_result(one, self.place(one), runs[one.name], every) for one in begun]
+        found = [outcome.experiment_result(one, self.place(one), runs[one.name], every) for one in begun]
         results: dict[str, Any] = {
             "scale": self.scale,
+            "words": outcome.verdict_words(self.scale, found, self.experiments),
             "experiments": found,
-            "left_out": [str(one) for own in gathered for one in own.skipped if one.reason.startswith(OTHER)],
+            "left_out": [str(one) for own in gathered for one in own.skipped if one.reason.startswith(outcome.OTHER)],
             "versions": versions(),
         }
         if not found:
             return results | {"report": None}
         write_json(self.folder / RESULTS, results)
-        write_whole(self.folder / TABLES, markdown(found))
+        write_whole(self.folder / TABLES, outcome.markdown(found))
         whole = Gathered(*([one for own in gathered for one in getattr(own, kind)] for kind in ("runs", "skipped")))
-        title, table = "The paper's experiments", verdict_table(found)
-        page = report_gathered(whole, self.folder / REPORT, title=title, verdicts=table)
+        title, verdicts = "The paper's experiments", [[results["words"]], *outcome.verdict_table(found)]
+        page = report_gathered(whole, self.folder / REPORT, title=title, verdicts=verdicts)
         return results | {"report": str(page)}
 
     def _gathered(self, experiment: Experiment) -> Gathered:
         folder = self.place(experiment) / RUNS
         if not is_there(folder):
             return Gathered()
-        recipe = experiment.recipe_at(self.scale, _points(self._written(experiment)))
+        recipe = experiment.recipe_at(self.scale, _points(self._known(experiment, forget=False)))
         specs = {entry: recipe.spec_for(entry, 0) for entry in experiment.entry_names()}
-        return runs_of_plan(folder, specs)
+        return outcome.runs_of_plan(folder, specs)
 
 
 def _points(settled: Settled) -> dict[str, Point]:

@@ -126,15 +126,10 @@ def rises(runs: Runs, claim: Claim) -> list[float]:
     is a level, or was not measured in both, is left out.
     """
     sides, budget = _sides(runs, claim)
-    found = []
-    for side in sides if claim.metric == "test_accuracy" else ():
-        last, before = (
-            [_mean(rows, claim, claim.metric, low * budget, high * budget) for rows in side]
-            for low, high in ((0.9, 1.0), (0.8, 0.9))
-        )
-        steps = [b - a for a, b in zip(before, last, strict=True) if a is not None and b is not None]
-        found += [fmean(steps)] if steps else []
-    return found
+    tenths = [(low * budget, high * budget) for low, high in ((0.8, 0.9), (0.9, 1.0))]
+    ends = [[[_mean(rows, claim, "test_accuracy", *one) for one in tenths] for rows in side] for side in sides]
+    steps = [[last - before for before, last in side if before is not None and last is not None] for side in ends]
+    return [fmean(side) for side in steps if side and claim.metric == "test_accuracy"]
 
 
 def judge(claim: Claim, found: Difference | None) -> tuple[Verdict, str]:
@@ -176,7 +171,7 @@ def verdict_row(claim: Claim, runs: Runs, diverged: Mapping[str, int] | None = N
     if verdict == "pending" and all(len(runs.get(side, ())) + lost[side] > 1 for side in sides):
         verdict, why = "undecidable", "fewer than two runs of a side have a number"
     risen = rises(runs, claim)
-    if any(points > _ENDED for points in risen):
+    if verdict != "pending" and any(points > _ENDED for points in risen):
         why += f"; still rising by {' and '.join(f'{points:.1f}' for points in risen)} points over the last tenth"
         verdict = "undecidable" if claim.settled and verdict in _DECIDED else verdict
     for side, count in lost.items():

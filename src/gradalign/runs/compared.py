@@ -30,35 +30,26 @@ def claim(folder: Path, file: str, description: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def comparison_folder(
-    folder: Path, description: Mapping[str, Any], *, resume: bool, grow: bool = False
-) -> Iterator[None]:
+def comparison_folder(folder: Path, about: Mapping[str, Any], *, resume: bool, grow: bool = False) -> Iterator[None]:
     """Hold a comparison's folder: refuse what is not ours to overwrite, and a second writer.
 
-    With ``grow``, the algorithms and seeds of a comparison of this name that are there already stay part of it.
+    With ``grow``, the algorithms and seeds that it has of the same comparison stay beside those it is ``about`` now.
     """
     with locked(folder):
         if (folder / COMPARISON).exists() and not resume:
             raise GradalignError(
                 f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
             )
-        if grow and (folder / COMPARISON).exists():
-            description = _grown(folder / COMPARISON, description)
-        claim(folder, COMPARISON, description)
+        there = read_table(folder / COMPARISON) if grow and (folder / COMPARISON).exists() else {}
+        if there.get("name") == about["name"]:
+            about = {key: _joined(value, there.get(key)) for key, value in about.items()}
+            write_toml(folder / COMPARISON, about)
+        claim(folder, COMPARISON, about)
         yield
 
 
-def _grown(file: Path, description: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a description with what a file has of the same comparison beside its own, and write that there."""
-    there = read_table(file)
-    old = {key: there.get(key) for key in ("algorithms", "seeds")}
-    if there.get("name") != description["name"] or not all(isinstance(part, list) for part in old.values()):
-        return description  # which is refused as another
-    joined = {
-        key: [*description[key], *(one for one in part or () if one not in description[key])]
-        for key, part in old.items()
-    }
-    whole = {**description, **joined}
-    if whole != there:
-        write_toml(file, whole)
-    return whole
+def _joined(own: Any, other: Any) -> Any:
+    """Return a list with what another has beside it; anything else as it is."""
+    return (
+        [*own, *(one for one in other if one not in own)] if isinstance(own, list) and isinstance(other, list) else own
+    )

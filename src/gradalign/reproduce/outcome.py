@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gradalign.comparison import Planned
 from gradalign.errors import GradalignError, shown_text
 from gradalign.recipes.spec import Spec
 from gradalign.report.statistics import mean_and_std, spread_of
 from gradalign.reproduce.plan import Experiment
-from gradalign.reproduce.verdicts import COSTS, beside_baseline, verdict_row
+from gradalign.reproduce.verdicts import COSTS, Verdict, beside_baseline, verdict_row
 from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Gathered, Run, Skipped, gather
@@ -22,6 +22,8 @@ from gradalign.runs.untrusted import is_there, read_failure, read_optional, read
 SETTINGS = "settings.toml"
 OTHER = "not a run of this plan"
 _MOST_TOLD = 3
+_HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}
+"""The words for claims that are not the paper's."""
 _LENGTHS = ("K", "epochs", "batch", "weight_decay")  # the same for all entries of most experiments
 
 
@@ -34,11 +36,11 @@ def _differing(there: Mapping[str, Any], spec: Spec) -> list[str]:
     return differing_fields(there, tomllib.loads(as_toml(spec.to_dict())))
 
 
-def refuse_others(planned: Sequence[Planned]) -> None:
-    """Refuse runs that the plan, or the settings chosen since, would have otherwise: they are not what was planned."""
-    for one in planned:
-        if found := differing(one):
-            told = f"{one.folder} holds a run with other settings: {'; '.join(found[:_MOST_TOLD])}"
+def refuse_others(planned: Iterable[Planned]) -> None:
+    """Refuse folders whose runs are not what is planned now: the list or the chosen settings have changed since."""
+    for folder, found in ((one.folder, differing(one)) for one in planned):
+        if found:
+            told = f"{folder} holds a run with other settings: {'; '.join(found[:_MOST_TOLD])}"
             raise GradalignError(f"{told}; remove that folder, or choose another --out")
 
 
@@ -82,16 +84,15 @@ def time_left(planned: Sequence[Planned]) -> str:
 
 def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
     """Return the runs below a folder that are what the entries' specs say, whatever their seeds; others are named."""
-    found, own = gather([folder]), []
-    for run in found.runs:
+    found = gather([folder])
+    for run in list(found.runs):
         spec = specs.get(run.entry or "")
         why = ["no such entry"] if spec is None else _differing(run.spec, spec.model_copy(update={"seed": run.seed}))
         if why:
+            found.runs.remove(run)
             reason = f"{OTHER}: {'; '.join(why[:_MOST_TOLD])}"
             found.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
-        else:
-            own.append(run)
-    return Gathered(runs=own, skipped=found.skipped)
+    return found
 
 
 def runs_by_entry(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -120,16 +121,34 @@ def experiment_result(
 
 
 def verdict_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the verdicts as a table: its heads, and a row for each claim."""
+    """Return the verdicts as a table: its heads, and a row for each claim, the paper's own first."""
+    rows = [(one["name"], row) for one in experiments for row in one["verdicts"]]
     table = [["experiment", "claim", "at equal", "first − second", "verdict", "why"]]
-    for one in experiments:
-        for row in one["verdicts"]:
-            found, margin = row["difference"], row["margin"]
-            words = "–" if found is None else f"{found:+.3g}" + ("" if margin is None else f" ± {margin:.2g}")
-            sides = [row["first_scores"], *([row["second_scores"]] if isinstance(row["second"], str) else [])]
-            seeds = f" ({' and '.join(str(len(side)) for side in sides)} runs)"
-            table.append([one["name"], row["text"], row["at"], words + seeds, row["verdict"], row["why"]])
+    for name, row in sorted(rows, key=lambda pair: not pair[1]["papers"]):
+        found, margin = row["difference"], row["margin"]
+        words = "–" if found is None else f"{found:+.3g}" + ("" if margin is None else f" ± {margin:.2g}")
+        sides = [row["first_scores"], *([row["second_scores"]] if isinstance(row["second"], str) else [])]
+        words += f" ({' and '.join(str(len(side)) for side in sides)} runs)"
+        verdict = row["verdict"] if row["papers"] else _HOLDS.get(row["verdict"], row["verdict"])
+        table.append([name, row["text"], row["at"], words, verdict, row["why"]])
     return table
+
+
+def verdict_words(scale: str, results: Sequence[Mapping[str, Any]], experiments: Sequence[Experiment]) -> str:
+    """Say what came out of the paper's claims, at what scale, and how far that can be trusted."""
+    rows = [row for one in results for row in one["verdicts"]]
+    judged = sum(row["verdict"] != "pending" for row in rows)
+    own = sum(claim.papers for one in experiments for claim in one.claims)
+    counts = {word: sum(row["papers"] and row["verdict"] == word for row in rows) for word in get_args(Verdict)[:-1]}
+    counts["pending"] = own - sum(counts.values())  # with those of experiments that have not begun
+    seeds = {len(entry["seeds"]) for one in results for entry in one["algorithms"]} - {0} or {0}
+    span = " to ".join(dict.fromkeys((str(min(seeds)), str(max(seeds)))))
+    return (
+        f"Scale {scale}; experiments: {len(results)}, with {span} seeds of an algorithm. Of the paper's {own} claims: "
+        f"{', '.join(f'{count} {word}' for word, count in counts.items())}. Settings were chosen on validation "
+        f"examples, not on the test images that decide here. Of the {judged} claims judged at 95 %, the paper's and "
+        f"others, about {judged / 20:.0f} would come out by chance."
+    )
 
 
 def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | None) -> dict[str, Any]:
