@@ -63,7 +63,7 @@ def test_the_waves_come_in_the_order_of_their_worth(tmp_path):
     work = Reproduction(experiments=[one], scale="small", folder=tmp_path, options=RunOptions(), say=print)
     order = [(run.entry, run.seed) for run in work.planned(one, {}, check=False)]
     assert order[:4] == [("fedga", 0), ("fedavg", 0), ("fedga", 1), ("fedavg", 1)]
-    assert [entry for entry, _ in order[6:]] == ["scaffold", "fedprox"] * 3
+    assert [entry for entry, _ in order[6:]] == ["scaffold", "fedprox"] * 3 + ["fedga-auto"] * 3
 
 
 def with_late_alignment() -> Experiment:
