@@ -209,9 +209,7 @@ def test_the_verdicts_begin_with_what_came_out():
     rows += [row_of("reproduced", papers=False)] * 7
     entries = [{"seeds": [0, 1]}, {"seeds": [0, 1, 2]}, {"seeds": []}]
     words = verdict_words("small", [{"verdicts": rows, "algorithms": entries}], others)
-    assert words.startswith(
-        "Scale small; experiments: 1, with 2 to 3 seeds of an algorithm. Of the paper's 50 claims: "
-    )
+    assert words.startswith("Scale small; experiments: 1, with up to 3 seeds. Of the paper's 50 claims: ")
     # 12 of the 50 are judged; of 19 with the others, a twentieth is about one.
     assert "claims: 4 reproduced, 4 not reproduced, 4 undecidable, 38 pending." in words
     assert "Of the 19 claims judged at 95 %, the paper's and others, about 1 would" in words
@@ -315,9 +313,7 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", "--list", code=2).stderr
     page = Path("out/report.html").read_text()
     assert "FedGA above FedAvg" in page
-    assert results["words"].startswith(
-        "Scale small; experiments: 2, with 2 seeds of an algorithm. Of the paper's 2 claims: "
-    )
+    assert results["words"].startswith("Scale small; experiments: 2, with up to 2 seeds. Of the paper's 2 claims: ")
     assert results["words"].partition(":")[0] in page.partition("Verdicts</h2>")[2]
     assert page.index("Verdicts</h2>") < page.index("Comparison</h3>")
 
@@ -382,7 +378,7 @@ def test_runs_of_another_plan_are_neither_done_nor_judged():
     change_plan(budget=12)
     result = call(*WORDS, "tiny", code=2)
     assert "fedga/seed0 holds a run with other settings: rounds (4 there, 6 now)" in result.stderr
-    assert result.stderr.strip().endswith("remove that folder, or choose another --out")
+    assert result.stderr.strip().endswith("; remove it, or choose another --out")
     assert len(result.stderr.strip().splitlines()) == 1
     assert stamps() == done
     assert not Path("out/tiny/runs/fedprox").exists()  # nothing of the experiment is begun

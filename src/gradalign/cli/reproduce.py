@@ -101,12 +101,11 @@ def reproduce(
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        hours = "" if row["core_hours"] is None else f"; in all about {row['core_hours']:g} hours of one core"
+        long = "" if row["core_hours"] is None else f"; in all about {row['core_hours']:g} hours of one core"
         choose = f"; settings to choose: {', '.join(row['settings_to_choose'])}" if row["settings_to_choose"] else ""
-        _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{hours}")
-    runs, left = (sum(row[key] for row in rows) for key in ("runs", "runs_left"))
-    total = sum(row["core_hours"] or 0 for row in rows)
-    console.print(f"in all: {left:,} of {runs:,} runs left; the plan is about {total:.3g} hours of one core")
+        _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{long}")
+    runs, left, hours = (sum(row[key] or 0 for row in rows) for key in ("runs", "runs_left", "core_hours"))
+    console.print(f"in all: {left:,} of {runs:,} runs left; the plan is about {hours:.3g} hours of one core")
 
 
 def _print_verdicts(console: Console, words: str, table: list[list[str]], page: str | None) -> None:

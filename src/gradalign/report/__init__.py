@@ -56,9 +56,8 @@ def report_gathered(
 ) -> Path:
     """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure.
 
-    ``verdicts`` stand first on it: a line of words, the heads of a table, and its rows.
-
     A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
+    ``verdicts`` stand first: a line of words, a table's heads, its rows.
     """
     need_packages(figures=figures is not None)
     from gradalign.report.page import page_bytes

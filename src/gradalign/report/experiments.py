@@ -102,10 +102,7 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def divisions(experiment: Experiment) -> list[tuple[str, HeldClassCounts]]:
-    """Return the first few different divisions of the data among clients, with the seeds that have them.
-
-    Where a seed divides the data in several ways, as for another number of clients, whose they are is said, too.
-    """
+    """Return the first few divisions of the data, with their seeds; with the groups' names where a seed has several."""
     differing: list[tuple[HeldClassCounts, dict[int, None], dict[str, None]]] = []
     for group, run in ((own, run) for own in experiment.groups for run in own.runs):
         same = next((one for one in differing if one[0] == run.held), None)
@@ -114,11 +111,9 @@ def divisions(experiment: Experiment) -> list[tuple[str, HeldClassCounts]]:
         elif run.held is not None and len(differing) < _MOST_DIVISIONS:
             differing.append((run.held, {run.seed: None}, {group.short: None}))
     seeds = [seed for _, own, _ in differing for seed in own]
-    names = [f" ({', '.join(own)})" if len(set(seeds)) < len(seeds) else "" for _, _, own in differing]
-    return [
-        (f"seed {', '.join(map(str, sorted(own)))}{name}", one)
-        for (one, own, _), name in zip(differing, names, strict=True)
-    ]
+    words = [f" ({', '.join(names)})" if len(set(seeds)) < len(seeds) else "" for _, _, names in differing]
+    pairs = zip(differing, words, strict=True)
+    return [(f"seed {', '.join(map(str, sorted(own)))}{whose}", counts) for (counts, own, _), whose in pairs]
 
 
 def _experiment(runs: Sequence[Run]) -> Experiment:

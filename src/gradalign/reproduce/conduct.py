@@ -16,7 +16,7 @@ from gradalign.report import report_gathered
 from gradalign.reproduce import outcome
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
 from gradalign.runs import REPORT, safe_name, write_json, write_toml, write_whole
-from gradalign.runs.read import Gathered
+from gradalign.runs.read import Gathered, Run
 from gradalign.runs.untrusted import is_there, read_optional
 from gradalign.server.measure import versions
 from gradalign.server.runner import RunOptions
@@ -190,38 +190,33 @@ class Reproduction:
     # Results
 
     def results(self) -> dict[str, Any]:
-        """Write the numbers, the tables and the page of all runs of this plan that have finished; return the results.
-
-        A run with other settings than the plan's is left out, and named.
-        """
-        gathered = [self._gathered(one) for one in self.experiments]
-        runs = {one.name: outcome.runs_by_entry(own.runs) for one, own in zip(self.experiments, gathered, strict=True)}
-        every = {f"{name}/{entry}": own for name, entries in runs.items() for entry, own in entries.items()}
-        begun = [one for one in self.experiments if runs[one.name]]
-        found = [outcome.experiment_result(one, self.place(one), runs[one.name], every) for one in begun]
+        """Write the numbers, tables and page of the runs of this plan that have finished; name those of another."""
+        begun = [one for one in self.experiments if is_there(self.place(one) / RUNS)]
+        gathered = Gathered()
+        every: dict[str, list[Run]] = {}
+        for one in begun:
+            recipe = one.recipe_at(self.scale, _points(self._known(one, forget=False)))
+            specs = {entry: recipe.spec_for(entry, 0) for entry in one.entry_names()}
+            own = outcome.runs_of_plan(self.place(one) / RUNS, specs)
+            gathered = Gathered(runs=[*gathered.runs, *own.runs], skipped=[*gathered.skipped, *own.skipped])
+            for run in own.runs:
+                every.setdefault(f"{one.name}/{run.entry}", []).append(run)
+        told = (outcome.experiment_result(one, self.place(one), every) for one in begun)
+        found = [one for one in told if one["algorithms"]]
         results: dict[str, Any] = {
             "scale": self.scale,
             "words": outcome.verdict_words(self.scale, found, self.experiments),
             "experiments": found,
-            "left_out": [str(one) for own in gathered for one in own.skipped if one.reason.startswith(outcome.OTHER)],
+            "left_out": [str(one) for one in gathered.skipped if one.reason.startswith(outcome.OTHER)],
             "versions": versions(),
         }
         if not found:
             return results | {"report": None}
         write_json(self.folder / RESULTS, results)
         write_whole(self.folder / TABLES, outcome.markdown(found))
-        whole = Gathered(*([one for own in gathered for one in getattr(own, kind)] for kind in ("runs", "skipped")))
         title, verdicts = "The paper's experiments", [[results["words"]], *outcome.verdict_table(found)]
-        page = report_gathered(whole, self.folder / REPORT, title=title, verdicts=verdicts)
+        page = report_gathered(gathered, self.folder / REPORT, title=title, verdicts=verdicts)
         return results | {"report": str(page)}
-
-    def _gathered(self, experiment: Experiment) -> Gathered:
-        folder = self.place(experiment) / RUNS
-        if not is_there(folder):
-            return Gathered()
-        recipe = experiment.recipe_at(self.scale, _points(self._known(experiment, forget=False)))
-        specs = {entry: recipe.spec_for(entry, 0) for entry in experiment.entry_names()}
-        return outcome.runs_of_plan(folder, specs)
 
 
 def _points(settled: Settled) -> dict[str, Point]:

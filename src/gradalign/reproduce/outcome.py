@@ -22,39 +22,33 @@ from gradalign.runs.untrusted import is_there, read_failure, read_optional, read
 SETTINGS = "settings.toml"
 OTHER = "not a run of this plan"
 _MOST_TOLD = 3
-_HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}
-"""The words for claims that are not the paper's."""
+_HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}  # of claims that are not the paper's
 _LENGTHS = ("K", "epochs", "batch", "weight_decay")  # the same for all entries of most experiments
 
 
-def differing(one: Planned) -> list[str]:
-    """Return in what the run that lies in a planned one's folder is another; nothing where there is none."""
-    return _differing(read_spec(one.folder), one.spec) if is_there(one.folder / SPEC) else []
-
-
-def _differing(there: Mapping[str, Any], spec: Spec) -> list[str]:
-    return differing_fields(there, tomllib.loads(as_toml(spec.to_dict())))
+def differing(folder: Path, spec: Spec) -> list[str]:
+    """Return in what the run that lies in a folder is another than this one; nothing where there is none."""
+    wanted = tomllib.loads(as_toml(spec.to_dict()))
+    return differing_fields(read_spec(folder), wanted) if is_there(folder / SPEC) else []
 
 
 def refuse_others(planned: Iterable[Planned]) -> None:
     """Refuse folders whose runs are not what is planned now: the list or the chosen settings have changed since."""
-    for folder, found in ((one.folder, differing(one)) for one in planned):
-        if found:
-            told = f"{folder} holds a run with other settings: {'; '.join(found[:_MOST_TOLD])}"
-            raise GradalignError(f"{told}; remove that folder, or choose another --out")
+    for one in planned:
+        if found := "; ".join(differing(one.folder, one.spec)[:_MOST_TOLD]):
+            told = f"holds a run with other settings: {found}; remove it, or choose another --out"
+            raise GradalignError(f"{one.folder} {told}")
 
 
 def runs_left(planned: Sequence[Planned]) -> list[Planned]:
     """Return the runs that have not ended, those in whose place another lies among them."""
-    return [one for one in planned if not ended(one.folder) or differing(one)]
+    return [one for one in planned if not ended(one.folder) or differing(one.folder, one.spec)]
 
 
 def ended(folder: Path) -> bool:
     """Return whether there is nothing left to do in a run's folder: it is complete, or it diverged."""
-    if is_there(folder / SUMMARY):
-        return True
     failure = read_failure(folder) if folder.is_dir() else None
-    return failure is not None and failure.diverged
+    return is_there(folder / SUMMARY) or (failure is not None and failure.diverged)
 
 
 def time_left(planned: Sequence[Planned]) -> str:
@@ -62,16 +56,15 @@ def time_left(planned: Sequence[Planned]) -> str:
 
     An entry without a round of its own is counted with the slowest of the others.
     """
-    others = sum(bool(differing(one)) for one in planned)
-    begun = [one for one in planned if is_there(one.folder / METRICS) and not differing(one)]
+    others = {one.folder for one in planned if differing(one.folder, one.spec)}
+    begun = [one for one in planned if is_there(one.folder / METRICS) and one.folder not in others]
     last = {one.folder: rows[-1] for one in begun if (rows := read_metrics(one.folder)) and rows[-1]["round"]}
-    done: dict[str, list[Mapping[str, Any]]] = {}
-    for one in begun:
-        done.setdefault(one.entry, []).extend([last[one.folder]] if one.folder in last else [])
-    speeds = {e: sum(r["seconds"] for r in rows) / sum(r["round"] for r in rows) for e, rows in done.items() if rows}
+    done = [(one.entry, last[one.folder]) for one in begun if one.folder in last]
+    sums = {e: [sum(row[key] for own, row in done if own == e) for key in ("seconds", "round")] for e, _ in done}
+    speeds = {entry: seconds / rounds for entry, (seconds, rounds) in sums.items()}
     todo = runs_left(planned)
     words = f"{len(todo)} of {len(planned)} runs left"
-    words += f" ({others} in whose place there is one with other settings)" if others else ""
+    words += f" ({len(others)} in whose place there is one with other settings)" if others else ""
     if not todo or not speeds:
         return words + ("; how long a round takes is not known yet" if todo else "")
     slowest = max(speeds.values())
@@ -87,7 +80,7 @@ def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
     found = gather([folder])
     for run in list(found.runs):
         spec = specs.get(run.entry or "")
-        why = ["no such entry"] if spec is None else _differing(run.spec, spec.model_copy(update={"seed": run.seed}))
+        why = ["no such entry"] if spec is None else differing(run.folder, spec.model_copy(update={"seed": run.seed}))
         if why:
             found.runs.remove(run)
             reason = f"{OTHER}: {'; '.join(why[:_MOST_TOLD])}"
@@ -95,15 +88,9 @@ def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
     return found
 
 
-def runs_by_entry(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return the runs of each entry that has any."""
-    return {entry: [run for run in runs if run.entry == entry] for entry in {run.entry or "": 0 for run in runs}}
-
-
-def experiment_result(
-    experiment: Experiment, folder: Path, runs: Mapping[str, list[Run]], every: Mapping[str, list[Run]]
-) -> dict[str, Any]:
+def experiment_result(experiment: Experiment, folder: Path, every: Mapping[str, list[Run]]) -> dict[str, Any]:
     """Return what an experiment's runs say; ``every`` has those of all experiments, by EXPERIMENT/ENTRY."""
+    runs = {one: every[key] for one in experiment.entry_names() if (key := f"{experiment.name}/{one}") in every}
     known = {**every, **runs}
     rows = {entry: [run.rows for run in own if run.state == "complete"] for entry, own in known.items()}
     diverged = {entry: sum(run.state == "diverged" for run in own) for entry, own in known.items()}
@@ -141,10 +128,9 @@ def verdict_words(scale: str, results: Sequence[Mapping[str, Any]], experiments:
     own = sum(claim.papers for one in experiments for claim in one.claims)
     counts = {word: sum(row["papers"] and row["verdict"] == word for row in rows) for word in get_args(Verdict)[:-1]}
     counts["pending"] = own - sum(counts.values())  # with those of experiments that have not begun
-    seeds = {len(entry["seeds"]) for one in results for entry in one["algorithms"]} - {0} or {0}
-    span = " to ".join(dict.fromkeys((str(min(seeds)), str(max(seeds)))))
+    seeds = max((len(entry["seeds"]) for one in results for entry in one["algorithms"]), default=0)
     return (
-        f"Scale {scale}; experiments: {len(results)}, with {span} seeds of an algorithm. Of the paper's {own} claims: "
+        f"Scale {scale}; experiments: {len(results)}, with up to {seeds} seeds. Of the paper's {own} claims: "
         f"{', '.join(f'{count} {word}' for word, count in counts.items())}. Settings were chosen on validation "
         f"examples, not on the test images that decide here. Of the {judged} claims judged at 95 %, the paper's and "
         f"others, about {judged / 20:.0f} would come out by chance."
@@ -153,18 +139,13 @@ def verdict_words(scale: str, results: Sequence[Mapping[str, Any]], experiments:
 
 def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | None) -> dict[str, Any]:
     complete = [run for run in runs if run.state == "complete"]
-
-    def final(name: str) -> dict[str, Any] | None:
-        values = [run.summary[name] for run in complete if run.summary.get(name) is not None]
-        found = spread_of(values)
-        return None if found is None else found | {"values": values}
-
     names = ("final_test_accuracy", "best_test_accuracy", "final_test_loss", "final_train_loss", "final_r")
+    finals = {name: [run.summary[name] for run in complete if run.summary.get(name) is not None] for name in names}
     return {
         "name": entry,
         "seeds": sorted(run.seed for run in complete),
         "diverged": sorted(run.seed for run in runs if run.state == "diverged"),
-        **{name: final(name) for name in names},
+        **{name: found | {"values": finals[name]} if (found := spread_of(finals[name])) else None for name in names},
         "communication_rounds": max((run.summary["communication_rounds"] for run in complete), default=0),
         "seconds": sum(run.summary["seconds"] for run in complete),
         "chosen": settled,

@@ -28,8 +28,7 @@ AXES: dict[Cost, str] = {
     "computation": "examples",
 }
 """What is equal in a comparison, and the column of a run's rows that counts it."""
-GAP = "gap"
-"""How far training accuracy is above test accuracy: a metric that is worked out, over the same window."""
+GAP = "gap"  # how far training accuracy is above test accuracy: a metric that is worked out, over the same window
 _DECIDED = ("reproduced", "not reproduced")
 _ENDED = 0.5  # points: a curve that gains more in the last tenth of a run than this has not come to its end
 COSTS: tuple[Cost, ...] = ("communication", "updates", "bytes", "computation")
@@ -120,11 +119,7 @@ def scores(runs: Runs, claim: Claim) -> tuple[list[float], list[float]]:
 
 
 def rises(runs: Runs, claim: Claim) -> list[float]:
-    """Return by how many points the sides of a claim on test accuracy still rise.
-
-    That is the seeds' mean over the last tenth of what is spent alike, less that over the tenth before. A side that
-    is a level, or was not measured in both, is left out.
-    """
+    """Return by how many points each side's test accuracy is higher in the last tenth than in the one before."""
     sides, budget = _sides(runs, claim)
     tenths = [(low * budget, high * budget) for low, high in ((0.8, 0.9), (0.9, 1.0))]
     ends = [[[_mean(rows, claim, "test_accuracy", *one) for one in tenths] for rows in side] for side in sides]

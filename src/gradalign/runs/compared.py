@@ -13,6 +13,7 @@ from gradalign.runs import COMPARISON, SPEC, SWEEP, as_toml, differing_fields, w
 from gradalign.runs.folder import locked, refuse_strangers
 from gradalign.runs.untrusted import read_table
 
+_LISTS = ("algorithms", "seeds")
 _KINDS = {SPEC: "a single run", COMPARISON: "a comparison", SWEEP: "a sweep"}
 
 
@@ -41,15 +42,8 @@ def comparison_folder(folder: Path, about: Mapping[str, Any], *, resume: bool, g
                 f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
             )
         there = read_table(folder / COMPARISON) if grow and (folder / COMPARISON).exists() else {}
-        if there.get("name") == about["name"]:
-            about = {key: _joined(value, there.get(key)) for key, value in about.items()}
+        if there.get("name") == about["name"] and all(isinstance(there.get(key), list) for key in _LISTS):
+            about = {**about, **{key: [*about[key], *(x for x in there[key] if x not in about[key])] for key in _LISTS}}
             write_toml(folder / COMPARISON, about)
         claim(folder, COMPARISON, about)
         yield
-
-
-def _joined(own: Any, other: Any) -> Any:
-    """Return a list with what another has beside it; anything else as it is."""
-    return (
-        [*own, *(one for one in other if one not in own)] if isinstance(own, list) and isinstance(other, list) else own
-    )
