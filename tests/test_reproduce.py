@@ -66,6 +66,14 @@ def test_the_waves_come_in_the_order_of_their_worth(tmp_path):
     assert [entry for entry, _ in order[6:]] == ["scaffold", "fedprox"] * 3 + ["fedga-auto"] * 3
 
 
+def test_claims_say_whose_they_are():
+    claims = [claim for one in read_plan() for claim in one.claims]
+    assert not any(claim.papers for claim in claims if "not in the paper" in claim.text)
+    # What the paper says of ends waits for them; what it says of speed and of levels does not.
+    assert all(claim.settled == (" end" in claim.text) for claim in claims if claim.papers)
+    assert not any(claim.settled for claim in claims if not claim.papers)
+
+
 def with_late_alignment() -> Experiment:
     """Return the forms on CIFAR-100 with one more: the paper's FedGA in the second half of the rounds."""
     forms = next(one for one in read_plan() if one.name == "forms-cifar100")
