@@ -335,6 +335,7 @@ def test_entries_that_divide_the_data_differently_are_both_shown(tmp_path):
     page = write_report([folder], tmp_path / "r.html")
     assert [one["counts"][0] for one in data_of(page)["experiments"][0]["class_counts"]] == [[20, 0], [10, 10]]
     assert page.read_text().count('data-state="division"') == 2
+    assert all(f">seed 0 ({entry})</label>" in page.read_text() for entry in ("fedga", "fedavg"))
 
 
 @pytest.mark.parametrize("lr", [0.1, {"kind": "cosine", "value": 0.1, "rounds": 4}])

@@ -19,14 +19,15 @@ from gradalign.errors import GradalignError
 from gradalign.recipes import is_papers_problem
 from gradalign.recipes.build import build_algorithm
 from gradalign.report.statistics import difference
-from gradalign.reproduce.conduct import Reproduction, time_left
+from gradalign.reproduce.conduct import Reproduction
+from gradalign.reproduce.outcome import time_left, verdict_table, verdict_words
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, read_plan
 from gradalign.reproduce.verdicts import Claim, beside_baseline, judge
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.protocol import Search
-from run_folders import spec_of, write_run
+from run_folders import write_run
 from test_cli import call
 
 # The plan
@@ -62,7 +63,15 @@ def test_the_waves_come_in_the_order_of_their_worth(tmp_path):
     work = Reproduction(experiments=[one], scale="small", folder=tmp_path, options=RunOptions(), say=print)
     order = [(run.entry, run.seed) for run in work.planned(one, {}, check=False)]
     assert order[:4] == [("fedga", 0), ("fedavg", 0), ("fedga", 1), ("fedavg", 1)]
-    assert [entry for entry, _ in order[6:]] == ["scaffold", "fedprox"] * 3
+    assert [entry for entry, _ in order[6:]] == ["scaffold", "fedprox"] * 3 + ["fedga-auto"] * 3
+
+
+def test_claims_say_whose_they_are():
+    claims = [claim for one in read_plan() for claim in one.claims]
+    assert not any(claim.papers for claim in claims if "not in the paper" in claim.text)
+    # What the paper says of ends waits for them; what it says of speed and of levels does not.
+    assert all(claim.settled == (" end" in claim.text) for claim in claims if claim.papers)
+    assert not any(claim.settled for claim in claims if not claim.papers)
 
 
 def with_late_alignment() -> Experiment:
@@ -126,18 +135,22 @@ def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
 
     runs = [planned("fedavg", 0, 4), planned("fedavg", 1, 10), planned("fedga", 0, 20)]
     assert time_left(runs) == "3 of 3 runs left; how long a round takes is not known yet"
-    write_run(tmp_path / "fedavg" / "seed0", spec_of("fedavg"))  # four rounds in two seconds
+    avg0, avg1, ga0 = (run.spec.to_dict() for run in runs)
+    write_run(tmp_path / "fedavg" / "seed0", avg0)  # four rounds in two seconds
     left = "2 of 3 runs left, about 0:00:15 at the speed so far (fedga counted like the slowest measured)"
     assert time_left(runs) == left
-    write_run(tmp_path / "fedga" / "seed0", spec_of("fedga"), summary=None)  # 16 of 20 rounds are left of it
+    write_run(tmp_path / "fedga" / "seed0", ga0, summary=None)  # 16 of 20 rounds are left of it
     assert time_left(runs) == "2 of 3 runs left, about 0:00:13 at the speed so far"
     write_run(
         tmp_path / "fedavg" / "seed1",
-        spec_of("fedavg"),
+        avg1,
         summary=None,
         failure=json.dumps({"failure": "NaN", "diverged": True}),
     )
     assert time_left(runs).startswith("1 of 3 runs left, about 0:00:08")
+    longer = [planned("fedavg", 0, 6), *runs[1:]]  # what lies there, of four rounds, is not what is planned now
+    words = "2 of 3 runs left (1 in whose place there is one with other settings), about 0:00:11 at the speed so far"
+    assert time_left(longer) == words
 
 
 # Tables
@@ -179,6 +192,37 @@ def test_the_baseline_is_what_the_others_are_measured_by():
     )
 
 
+# Words
+
+
+def row_of(verdict: str, *, papers: bool, **changes: object) -> dict[str, object]:
+    numbers = {"first_scores": [50.0, 51.0], "second_scores": [40.0, 41.0], "difference": 10.0, "margin": 3.0}
+    about = {"text": f"{verdict}, {papers}", "at": "rounds", "second": "fedavg", "why": "so", "papers": papers}
+    return {**numbers, **about, "verdict": verdict, **changes}
+
+
+def test_the_papers_claims_come_first_and_others_hold_or_do_not():
+    rows = [row_of("reproduced", papers=False), row_of("not reproduced", papers=False), row_of("pending", papers=False)]
+    rows += [row_of("reproduced", papers=True), row_of("pending", papers=True, second=0.01, second_scores=[])]
+    table = verdict_table([{"name": "one", "verdicts": rows}])[1:]
+    assert [line[4] for line in table] == ["reproduced", "pending", "holds", "does not hold", "pending"]
+    assert [line[3] for line in table[:2]] == ["+10 ± 3 (2 and 2 runs)", "+10 ± 3 (2 runs)"]
+
+
+def test_the_verdicts_begin_with_what_came_out():
+    one = read_plan()[0].model_copy(update={"claims": [Claim(text="", first="a", second="b", at="rounds")] * 50})
+    ours = Claim(text="", first="a", second="b", at="rounds", papers=False)
+    others = [one, one.model_copy(update={"claims": [ours] * 9})]
+    rows = [row_of(verdict, papers=True) for verdict in ("reproduced", "not reproduced", "undecidable", "pending")] * 4
+    rows += [row_of("reproduced", papers=False)] * 7
+    entries = [{"seeds": [0, 1]}, {"seeds": [0, 1, 2]}, {"seeds": []}]
+    words = verdict_words("small", [{"verdicts": rows, "algorithms": entries}], others)
+    assert words.startswith("Scale small; experiments: 1, with up to 3 seeds. Of the paper's 50 claims: ")
+    # 12 of the 50 are judged; of 19 with the others, a twentieth is about one.
+    assert "claims: 4 reproduced, 4 not reproduced, 4 undecidable, 38 pending." in words
+    assert "Of the 19 claims judged at 95 %, the paper's and others, about 1 would" in words
+
+
 # A whole list
 
 TINY = {
@@ -216,7 +260,7 @@ TINY = {
             "claims": [
                 {"text": "β = 0 is FedAvg", "first": "no alignment", "second": "tiny/fedavg", "at": "communication"}
             ],
-            "scales": {"small": {"budget": 8, "seeds": 2}},
+            "scales": {"small": {"budget": 8, "seeds": 2, "hours": 0.5}},
         },
     ]
 }
@@ -228,6 +272,8 @@ def _tiny(tmp_path, monkeypatch):
     Path("tiny.toml").write_bytes(tomli_w.dumps(TINY).encode())
 
 
+# The first experiment has 4 of its 6 runs, the second none of its 2; it takes half an hour by its own account.
+LAST_LINE = "in all: 4 of 8 runs left; the plan is about 0.5 hours of one core"
 WORDS = ("reproduce", "--plan", "tiny.toml", "--out", "out", "--workers", "0")
 
 
@@ -252,6 +298,7 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     call(*WORDS, "tiny", "--only", "fedga,fedavg")
     assert {path: stamp for path, stamp in stamps().items() if path in done} == done  # what is done is left alone
     assert not Path("out/tiny/runs/fedprox").exists()
+    assert call(*WORDS, "--list").stdout.splitlines()[-1] == LAST_LINE
     state = json.loads(call(*WORDS, "--list", "--json").stdout)
     assert [one["settings_to_choose"] for one in state] == [["fedprox"], []]
     assert state[0]["left"].startswith("2 of 6 runs left, about 0:00:0")
@@ -264,15 +311,18 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     # FedGA's displacement times zero: the same runs as FedAvg's if FedAvg's settings were FedGA's.
     assert taken["verdicts"][0]["second_scores"] == tiny["verdicts"][0]["second_scores"]
     for row in (*tiny["verdicts"], *taken["verdicts"]):
-        assert (row["verdict"], row["why"]) == judge(
+        assert (row["verdict"], row["why"].partition("; still rising")[0]) == judge(
             Claim.model_validate({k: row[k] for k in ("text", "first", "second", "at")}),
             difference(row["first_scores"], row["second_scores"]),
         )
     tables = Path("out/tables.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in tables if line.startswith("| fed")] == ["| fedavg", "| fedga", "| fedprox"]
     assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", code=2).stderr
+    assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", "--list", code=2).stderr
     page = Path("out/report.html").read_text()
     assert "FedGA above FedAvg" in page
+    assert results["words"].startswith("Scale small; experiments: 2, with up to 2 seeds. Of the paper's 2 claims: ")
+    assert results["words"].partition(":")[0] in page.partition("Verdicts</h2>")[2]
     assert page.index("Verdicts</h2>") < page.index("Comparison</h3>")
 
 
@@ -311,6 +361,82 @@ def test_retune_chooses_again_what_is_written_down():
     after = {trial: trial.stat().st_mtime_ns for trial in Path("out/tiny/tune").rglob("metrics.jsonl")}
     assert before.keys() == after.keys()
     assert all(after[trial] > before[trial] for trial in before)
+
+
+def given_settings(out: Path) -> None:
+    """Write settings for all that is tuned, so that nothing is searched."""
+    file = out / "tiny/settings.toml"
+    file.parent.mkdir(parents=True)
+    given = {name: {"values": {"lr": 0.1}, "source": "given"} for name in ("fedga", "fedavg", "fedprox")}
+    file.write_bytes(tomli_w.dumps(given).encode())
+
+
+def change_plan(**changes: object) -> None:
+    """Write the list anew with other numbers of its first experiment at the scale small."""
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][0]["scales"]["small"].update(changes)
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_runs_of_another_plan_are_neither_done_nor_judged():
+    given_settings(Path("out"))
+    call(*WORDS, "tiny", "--only", "fedga,fedavg")
+    done = stamps()
+    change_plan(budget=12)
+    result = call(*WORDS, "tiny", code=2)
+    assert "fedga/seed0 holds a run with other settings: rounds (4 there, 6 now)" in result.stderr
+    assert result.stderr.strip().endswith("; remove it, or choose another --out")
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert stamps() == done
+    assert not Path("out/tiny/runs/fedprox").exists()  # nothing of the experiment is begun
+    state = json.loads(call(*WORDS, "tiny", "--list", "--json").stdout)
+    assert state[0]["left"].startswith("6 of 6 runs left (4 in whose place there is one with other settings)")
+    shutil.rmtree("out/tiny/runs/fedga")
+    call(*WORDS, "tiny", "--only", "fedga")  # who asks for others may go on beside them
+    report = call(*WORDS, "tiny", "--report", "--json")
+    assert report.stderr.count("not a run of this plan: rounds (8 there, 12 now)") == 2
+    assert "not a run of this plan" in Path("out/report.html").read_text()
+    results = json.loads(report.stdout)
+    assert [one["name"] for one in results["experiments"][0]["algorithms"]] == ["fedga"]
+    assert len(results["left_out"]) == 2
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_what_fails_does_not_end_the_list():
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][0]["settings"]["clients"]["per_round"] = 7  # of six
+    plan["experiment"][1].update(settings_from="other", claims=[])
+    plan["experiment"].append({**TINY["experiment"][0], "name": "other", "algorithms": [["fedga", "fedavg"]]})
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    result = call(*WORDS, "--seeds", "1", code=2)
+    lines = result.stderr.strip().splitlines()
+    assert lines[0].startswith("tiny: ")
+    assert lines[0].endswith("; going on with the next")
+    assert lines[-1] == "error: not carried out, for the reasons given above: tiny"
+    assert {path.split("/")[1] for path in stamps() if "/runs/" in path} == {"taken", "other"}
+    assert "FedGA above FedAvg" in result.stdout
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_plan_may_grow_and_shrink():
+    given_settings(Path("out"))
+    words = (*WORDS, "tiny", "--only", "fedavg")
+    call(*words, "--seeds", "1")
+    done = stamps()
+    call(*words, "--seeds", "3")  # one more than the list has
+    assert sorted(path.parent.name for path in map(Path, stamps())) == ["seed0", "seed1", "seed2"]
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][0]["algorithms"] = [["fedga"], ["fedavg", "fedsam"]]
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    call(*words[:-1], "fedsam", "--seeds", "1")  # with fedavg's lr, which is known
+    there = read_table(Path("out/tiny/runs/compare.toml"))
+    assert there == {"name": "tiny", "algorithms": ["fedga", "fedavg", "fedsam", "fedprox"], "seeds": [0, 1, 2]}
+    assert {path: stamp for path, stamp in stamps().items() if path in done} == done
+    entries = json.loads(call(*WORDS, "tiny", "--report", "--json").stdout)["experiments"][0]["algorithms"]
+    assert {one["name"]: one["seeds"] for one in entries} == {"fedavg": [0, 1, 2], "fedsam": [0]}
+    Path("out/tiny/runs/compare.toml").write_text('name = "another"\nalgorithms = []\nseeds = []\n')
+    assert "holds another comparison" in call(*WORDS, "tiny", "--only", "fedga", code=2).stderr
 
 
 @pytest.mark.usefixtures("_tiny")

@@ -55,8 +55,8 @@ def run_of(*accuracies: float | None, phases: int = 1) -> list[dict[str, float]]
         # Unequal seeds: se² = 2/2 + (5/3)/4, 1.90 degrees of freedom, margin 5.4; pooled over 4 it would be 3.
         ((86.0, 88.0), (82.0, 83.0, 84.0, 85.0), {}, "undecidable"),  # 3.5 ± 5.4
         ((90.0, 92.0), (82.0, 83.0, 84.0, 85.0), {}, "reproduced"),  # 7.5 ± 5.4
-        ((90.0,), (82.0, 83.0, 84.0), {}, "undecidable"),  # one seed has no spread
-        ((), (82.0, 83.0, 84.0), {}, "undecidable"),
+        ((90.0,), (82.0, 83.0, 84.0), {}, "pending"),  # one seed has no spread
+        ((), (82.0, 83.0, 84.0), {}, "pending"),
     ],
 )
 def test_the_rules(first, second, changes, expected):
@@ -85,19 +85,74 @@ def test_a_level_is_judged_by_the_first_side_alone():
     row = verdict_row(own, {"scaffold": [run_of(0.0, 0.010), run_of(0.0, 0.011), run_of(0.0, 0.012)]})
     assert row["difference"] == pytest.approx(0.1)
     assert row["margin"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
-    assert row["verdict"] == "reproduced"
+    assert (row["verdict"], row["second_scores"]) == ("reproduced", [])
 
 
-def test_runs_that_diverged_are_told():
-    good = [run_of(0.0, 0.50), run_of(0.0, 0.51)]
-    low = [run_of(0.0, 0.10), run_of(0.0, 0.11)]
-    row = verdict_row(claim(), {"fedga": good, "fedavg": low}, {"fedga": 1, "fedavg": 0, "scaffold": 3})
-    assert (row["verdict"], row["why"].partition("; ")[2]) == ("reproduced", "1 diverged of fedga")
-    row = verdict_row(claim(), {"fedga": good[:1], "fedavg": low}, {"fedga": 2, "fedavg": 1})
-    assert (row["verdict"], row["why"].partition("; ")[2]) == (
-        "undecidable",
-        "2 diverged of fedga; 1 diverged of fedavg",
+GOOD = [run_of(0.0, 0.50), run_of(0.0, 0.51)]
+LOW = [run_of(0.0, 0.10), run_of(0.0, 0.11)]
+NO_WIN = "1 diverged of fedga, which cannot win by the others"
+
+
+@pytest.mark.parametrize(
+    ("runs", "changes", "diverged", "verdict", "told"),
+    [
+        ((GOOD, LOW), {}, (1, 0), "undecidable", NO_WIN),  # the survivors alone would be "reproduced"
+        ((GOOD, LOW), {}, (0, 2), "reproduced", "2 diverged of fedavg"),  # it loses with them, too
+        ((LOW, GOOD), {}, (1, 0), "not reproduced", "1 diverged of fedga"),
+        ((LOW, GOOD), {}, (0, 1), "undecidable", NO_WIN.replace("fedga", "fedavg")),
+        ((GOOD, LOW), {"expect": "lower"}, (1, 0), "undecidable", NO_WIN),  # an accuracy that should be the lower one
+        ((LOW, GOOD), {"expect": "lower"}, (1, 0), "reproduced", "1 diverged of fedga"),
+        ((LOW, GOOD), {"expect": "lower", "metric": "drift"}, (1, 0), "undecidable", NO_WIN),  # a lower drift wins
+        ((GOOD, LOW), {"expect": "lower", "metric": "drift"}, (1, 0), "not reproduced", "1 diverged of fedga"),
+        ((GOOD, GOOD), {"expect": "equal", "tolerance": 5.0}, (1, 0), "undecidable", NO_WIN),
+        ((GOOD[:1], LOW), {}, (2, 1), "undecidable", "2 diverged of fedga; 1 diverged of fedavg"),  # all have ended
+        ((GOOD[:1], LOW), {}, (0, 1), "pending", "1 diverged of fedavg"),
+        (([], LOW), {"second": 0.01}, (2, 0), "undecidable", "2 diverged of fedga"),
+    ],
+)
+def test_a_side_of_which_a_run_diverged_cannot_win(runs, changes, diverged, verdict, told):
+    sides = [[[row | {"drift": row["test_accuracy"]} for row in run] for run in side] for side in runs]
+    names = ("fedga", "fedavg")
+    row = verdict_row(
+        claim(**changes),
+        dict(zip(names, sides, strict=True)),
+        {**dict(zip(names, diverged, strict=True)), "scaffold": 3},
     )
+    assert (row["verdict"], row["why"].partition("; ")[2]) == (verdict, told)
+
+
+def test_a_claim_about_the_end_waits_until_the_curves_are_flat():
+    # Ten rounds: the last tenth is the tenth, the one before it the ninth. Steps of 1.2 and 0.8, of 0.9 and 0.7 points.
+    rising = {
+        "fedga": [run_of(*[0.0] * 9, 0.500, 0.512), run_of(*[0.0] * 9, 0.520, 0.528)],
+        "fedavg": [run_of(*[0.0] * 9, 0.300, 0.309), run_of(*[0.0] * 9, 0.310, 0.317)],
+    }
+    row = verdict_row(claim(), rising)
+    assert row["rises"] == pytest.approx([1.0, 0.8])
+    assert row["why"].endswith("; still rising by 1.0 and 0.8 points over the last tenth")
+    assert row["verdict"] == "reproduced"  # 20.7 ± 5.6; but the claim is not said to be about the end
+    assert verdict_row(claim(settled=True), rising)["verdict"] == "undecidable"
+    flat = {
+        "fedga": [[*run[:-2], run[-1] | {"round": 9, "communication_rounds": 9}, run[-1]] for run in rising["fedga"]]
+    }
+    flat["fedavg"] = [run_of(*[0.0] * 9, 0.305, 0.309), run_of(*[0.0] * 9, 0.313, 0.317)]
+    row = verdict_row(claim(settled=True), flat)
+    assert row["rises"] == pytest.approx([0.0, 0.4])
+    assert row["verdict"] == "reproduced"  # under half a point
+    assert "rising" not in row["why"]
+    assert verdict_row(claim(settled=True), rising | {"fedavg": flat["fedavg"]})["verdict"] == "undecidable"
+    assert verdict_row(claim(settled=True), {"fedga": rising["fedga"]})["verdict"] == "pending"
+    assert verdict_row(claim(metric="drift"), rising)["rises"] == []
+    assert verdict_row(claim(second=0.5), rising)["rises"] == pytest.approx([1.0])
+
+
+def test_the_gap_is_training_accuracy_above_test_accuracy_in_the_same_window():
+    rows = run_of(*[0.0] * 16, None, 0.50, None, 0.60, None)  # 20 rounds; test images at 17 and 19 of the last five
+    rows[16] |= {"train_accuracy": 0.80}
+    rows[20] |= {"train_accuracy": 0.90}
+    assert score(rows, claim(metric="gap", window=0.25), 20) == pytest.approx(85.0 - 55.0)
+    assert score(rows, claim(metric="gap", window=0.1), 20) == pytest.approx(90.0 - 60.0)
+    assert score(rows, claim(metric="gap", window=0.05), 20) is None  # no test image was looked at
 
 
 def test_both_sides_are_compared_where_they_have_spent_alike():
@@ -116,7 +171,7 @@ def test_scores_leave_out_what_was_not_measured():
     row = verdict_row(claim(), {"fedga": [*good, bad], "fedavg": good})
     assert row["first_scores"] == [50.0, 60.0]
     row = verdict_row(claim(), {"fedga": good})
-    assert (row["verdict"], row["difference"], row["why"]) == ("undecidable", None, "a side has no finished run")
+    assert (row["verdict"], row["difference"]) == ("pending", None)
 
 
 def test_losses_and_drift_are_in_their_own_units():

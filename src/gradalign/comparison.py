@@ -70,14 +70,14 @@ def plan_comparison(
     return planned
 
 
-def claimed_folder(folder: Path, planned: Sequence[Planned], *, resume: bool) -> AbstractContextManager[None]:
-    """Hold a comparison's folder: refuse what is not ours to overwrite, and a second writer."""
+def claimed_folder(folder: Path, planned: Sequence[Planned], **how: bool) -> AbstractContextManager[None]:
+    """Hold a comparison's folder, as ``comparison_folder`` does: refuse what is not ours, and a second writer."""
     description = {
         "name": planned[0].spec.name,
         "algorithms": list(dict.fromkeys(one.entry for one in planned)),
         "seeds": sorted({one.seed for one in planned}),
     }
-    return comparison_folder(folder, description, resume=resume)
+    return comparison_folder(folder, description, **how)
 
 
 def run_comparison(planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None]) -> None:

@@ -20,11 +20,11 @@ def reproduce(
         list[str] | None, Argument(metavar="[NAME]…", help="Experiments of the list (default: all).")
     ] = None,
     scale: str = Option(
-        "small", metavar="small|medium|paper", help="An evening on two cores, some days, the paper's own."
+        "small", metavar="small|medium|paper", help="About 14 hours on two cores, some days, some weeks."
     ),
     out: Path = Option(Path("reproduction"), help="Folder to write to; the same command goes on with what is there."),
     only: str | None = Option(None, help="Run only these entries of the experiments, e.g. fedga,fedavg."),
-    seeds: int | None = Option(None, min=1, help="Run only the first so many seeds of each experiment."),
+    seeds: int | None = Option(None, min=1, help="Run this many seeds of each experiment (default: as the list says)."),
     show_list: bool = Option(False, "--list", help="Show the list and what is left of it, and leave."),
     report_only: bool = Option(
         False, "--report", help="Run nothing: write the page and the verdicts of what has finished."
@@ -42,7 +42,8 @@ def reproduce(
     After any interruption the same command goes on.
     """
     with common.plain_errors("the same command goes on where this ended"):
-        from gradalign.reproduce.conduct import Reproduction, verdict_table
+        from gradalign.reproduce.conduct import Reproduction
+        from gradalign.reproduce.outcome import verdict_table
         from gradalign.reproduce.plan import choose, read_plan, scale_of
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
@@ -68,34 +69,47 @@ def reproduce(
             seeds=seeds,
             retune=retune,
         )
+        work.require_scale()
         if show_list:
             rows = [work.state(one) for one in chosen]
             common.print_result(as_json, rows, _print_list, rows)
             return
-        work.require_scale()
         with using_data_folder(data_dir):
+            failed = []
             for one in chosen if not report_only else []:
                 try:
                     work.run(one, entries)
                 except FolderInUseError:
                     common.say(f"{one.name}: another process is at work on it; going on with the next")
+                except (GradalignError, OSError) as error:
+                    if len(chosen) == 1:
+                        raise
+                    failed.append(one.name)
+                    common.say(f"{one.name}: {error}; going on with the next")
                 work.results()
             results = work.results()
         if report_only and not results["experiments"]:
             raise GradalignError(f"{out} holds no finished run of the list; begin without --report")
+        for line in results["left_out"]:
+            common.say(line)
         named = {one.name for one in chosen}
         table = verdict_table([one for one in results["experiments"] if one["name"] in named])
-        common.print_result(as_json, results, _print_verdicts, table, results["report"])
+        common.print_result(as_json, results, _print_verdicts, results["words"], table, results["report"])
+        if failed:
+            raise GradalignError(f"not carried out, for the reasons given above: {', '.join(failed)}")
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        hours = "" if row["core_hours"] is None else f"; in all about {row['core_hours']:g} hours of one core"
+        long = "" if row["core_hours"] is None else f"; in all about {row['core_hours']:g} hours of one core"
         choose = f"; settings to choose: {', '.join(row['settings_to_choose'])}" if row["settings_to_choose"] else ""
-        _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{hours}")
+        _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{long}")
+    runs, left, hours = (sum(row[key] or 0 for row in rows) for key in ("runs", "runs_left", "core_hours"))
+    console.print(f"in all: {left:,} of {runs:,} runs left; the plan is about {hours:.3g} hours of one core")
 
 
-def _print_verdicts(console: Console, table: list[list[str]], page: str | None) -> None:
+def _print_verdicts(console: Console, words: str, table: list[list[str]], page: str | None) -> None:
+    common.print_line(console, words)
     for name, text, at, numbers, verdict, why in table[1:]:
         _print_pair(console, name, text, f"{verdict}: {why}; {numbers}, at equal {at}")
     if page is not None:

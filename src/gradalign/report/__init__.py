@@ -29,7 +29,6 @@ def write_report(
     title: str | None = None,
     figures: Path | None = None,
     unfinished: bool = False,
-    verdicts: Sequence[Sequence[str]] = (),
 ) -> Path:
     """Write one self-contained page about all runs in and below the folders, and return its path.
 
@@ -39,13 +38,11 @@ def write_report(
         title: The page's title (default: the experiments' names).
         figures: A folder to write the same figures to, as PDF and PNG.
         unfinished: Show runs that have not finished, too.
-        verdicts: A table to stand first: its heads and its rows.
 
     Raises:
         GradalignError: There is no run to report.
     """
-    gathered = gather(folders, unfinished=unfinished)
-    return report_gathered(gathered, output, title=title, figures=figures, verdicts=verdicts)
+    return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
 
 
 def report_gathered(
@@ -60,6 +57,7 @@ def report_gathered(
     """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure.
 
     A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
+    ``verdicts`` stand first: a line of words, a table's heads, its rows.
     """
     need_packages(figures=figures is not None)
     from gradalign.report.page import page_bytes

@@ -102,15 +102,18 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def divisions(experiment: Experiment) -> list[tuple[str, HeldClassCounts]]:
-    """Return the first few different divisions of the data among clients, with the seeds that have them."""
-    differing: list[tuple[set[int], HeldClassCounts]] = []
-    for run in experiment.runs:
-        same = next((seeds for seeds, counts in differing if counts == run.held), None)
+    """Return the first few divisions of the data, with their seeds; with the groups' names where a seed has several."""
+    differing: list[tuple[HeldClassCounts, dict[int, None], dict[str, None]]] = []
+    for group, run in ((own, run) for own in experiment.groups for run in own.runs):
+        same = next((one for one in differing if one[0] == run.held), None)
         if same is not None:
-            same.add(run.seed)
+            same[1][run.seed] = same[2][group.short] = None
         elif run.held is not None and len(differing) < _MOST_DIVISIONS:
-            differing.append(({run.seed}, run.held))
-    return [(f"seed {', '.join(map(str, sorted(seeds)))}", counts) for seeds, counts in differing]
+            differing.append((run.held, {run.seed: None}, {group.short: None}))
+    seeds = [seed for _, own, _ in differing for seed in own]
+    words = [f" ({', '.join(names)})" if len(set(seeds)) < len(seeds) else "" for _, _, names in differing]
+    pairs = zip(differing, words, strict=True)
+    return [(f"seed {', '.join(map(str, sorted(own)))}{whose}", counts) for (counts, own, _), whose in pairs]
 
 
 def _experiment(runs: Sequence[Run]) -> Experiment:

@@ -13,6 +13,7 @@ from gradalign.runs import COMPARISON, SPEC, SWEEP, as_toml, differing_fields, w
 from gradalign.runs.folder import locked, refuse_strangers
 from gradalign.runs.untrusted import read_table
 
+_LISTS = ("algorithms", "seeds")
 _KINDS = {SPEC: "a single run", COMPARISON: "a comparison", SWEEP: "a sweep"}
 
 
@@ -30,12 +31,19 @@ def claim(folder: Path, file: str, description: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def comparison_folder(folder: Path, description: Mapping[str, Any], *, resume: bool) -> Iterator[None]:
-    """Hold a comparison's folder: refuse what is not ours to overwrite, and a second writer."""
+def comparison_folder(folder: Path, about: Mapping[str, Any], *, resume: bool, grow: bool = False) -> Iterator[None]:
+    """Hold a comparison's folder: refuse what is not ours to overwrite, and a second writer.
+
+    With ``grow``, the algorithms and seeds that it has of the same comparison stay beside those it is ``about`` now.
+    """
     with locked(folder):
         if (folder / COMPARISON).exists() and not resume:
             raise GradalignError(
                 f"{folder} already holds a comparison; add --resume to continue it, or choose another --out"
             )
-        claim(folder, COMPARISON, description)
+        there = read_table(folder / COMPARISON) if grow and (folder / COMPARISON).exists() else {}
+        if there.get("name") == about["name"] and all(isinstance(there.get(key), list) for key in _LISTS):
+            about = {**about, **{key: [*about[key], *(x for x in there[key] if x not in about[key])] for key in _LISTS}}
+            write_toml(folder / COMPARISON, about)
+        claim(folder, COMPARISON, about)
         yield

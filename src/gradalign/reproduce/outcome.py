@@ -1,0 +1,182 @@
+"""What lies in the folders: the runs of the plan and what is left of them; what they say, as values and in words."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+from gradalign.comparison import Planned
+from gradalign.errors import GradalignError, shown_text
+from gradalign.recipes.spec import Spec
+from gradalign.report.statistics import mean_and_std, spread_of
+from gradalign.reproduce.plan import Experiment
+from gradalign.reproduce.verdicts import COSTS, Verdict, beside_baseline, verdict_row
+from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields
+from gradalign.runs.metrics import read_metrics
+from gradalign.runs.read import Gathered, Run, Skipped, gather
+from gradalign.runs.untrusted import is_there, read_failure, read_optional, read_spec
+
+SETTINGS = "settings.toml"
+OTHER = "not a run of this plan"
+_MOST_TOLD = 3
+_HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}  # of claims that are not the paper's
+_LENGTHS = ("K", "epochs", "batch", "weight_decay")  # the same for all entries of most experiments
+
+
+def differing(folder: Path, spec: Spec) -> list[str]:
+    """Return in what the run that lies in a folder is another than this one; nothing where there is none."""
+    wanted = tomllib.loads(as_toml(spec.to_dict()))
+    return differing_fields(read_spec(folder), wanted) if is_there(folder / SPEC) else []
+
+
+def refuse_others(planned: Iterable[Planned]) -> None:
+    """Refuse folders whose runs are not what is planned now: the list or the chosen settings have changed since."""
+    for one in planned:
+        if found := "; ".join(differing(one.folder, one.spec)[:_MOST_TOLD]):
+            told = f"holds a run with other settings: {found}; remove it, or choose another --out"
+            raise GradalignError(f"{one.folder} {told}")
+
+
+def runs_left(planned: Sequence[Planned]) -> list[Planned]:
+    """Return the runs that have not ended, those in whose place another lies among them."""
+    return [one for one in planned if not ended(one.folder) or differing(one.folder, one.spec)]
+
+
+def ended(folder: Path) -> bool:
+    """Return whether there is nothing left to do in a run's folder: it is complete, or it diverged."""
+    failure = read_failure(folder) if folder.is_dir() else None
+    return is_there(folder / SUMMARY) or (failure is not None and failure.diverged)
+
+
+def time_left(planned: Sequence[Planned]) -> str:
+    """Say how long what is left of some runs takes, by the seconds a round that the rounds done so far have taken.
+
+    An entry without a round of its own is counted with the slowest of the others.
+    """
+    others = {one.folder for one in planned if differing(one.folder, one.spec)}
+    begun = [one for one in planned if is_there(one.folder / METRICS) and one.folder not in others]
+    last = {one.folder: rows[-1] for one in begun if (rows := read_metrics(one.folder)) and rows[-1]["round"]}
+    done = [(one.entry, last[one.folder]) for one in begun if one.folder in last]
+    sums = {e: [sum(row[key] for own, row in done if own == e) for key in ("seconds", "round")] for e, _ in done}
+    speeds = {entry: seconds / rounds for entry, (seconds, rounds) in sums.items()}
+    todo = runs_left(planned)
+    words = f"{len(todo)} of {len(planned)} runs left"
+    words += f" ({len(others)} in whose place there is one with other settings)" if others else ""
+    if not todo or not speeds:
+        return words + ("; how long a round takes is not known yet" if todo else "")
+    slowest = max(speeds.values())
+    left = [(one.entry, one.spec.rounds - last.get(one.folder, {"round": 0})["round"]) for one in todo]
+    seconds = sum(rounds * speeds.get(entry, slowest) for entry, rounds in left)
+    guessed = sorted({one.entry for one in todo} - set(speeds))
+    hint = f" ({', '.join(guessed)} counted like the slowest measured)" if guessed else ""
+    return f"{words}, about {timedelta(seconds=round(seconds))} at the speed so far{hint}"
+
+
+def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
+    """Return the runs below a folder that are what the entries' specs say, whatever their seeds; others are named."""
+    found = gather([folder])
+    for run in list(found.runs):
+        spec = specs.get(run.entry or "")
+        why = ["no such entry"] if spec is None else differing(run.folder, spec.model_copy(update={"seed": run.seed}))
+        if why:
+            found.runs.remove(run)
+            reason = f"{OTHER}: {'; '.join(why[:_MOST_TOLD])}"
+            found.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
+    return found
+
+
+def experiment_result(experiment: Experiment, folder: Path, every: Mapping[str, list[Run]]) -> dict[str, Any]:
+    """Return what an experiment's runs say; ``every`` has those of all experiments, by EXPERIMENT/ENTRY."""
+    runs = {one: every[key] for one in experiment.entry_names() if (key := f"{experiment.name}/{one}") in every}
+    known = {**every, **runs}
+    rows = {entry: [run.rows for run in own if run.state == "complete"] for entry, own in known.items()}
+    diverged = {entry: sum(run.state == "diverged" for run in own) for entry, own in known.items()}
+    settled = read_optional(folder / SETTINGS)
+    return {
+        "name": experiment.name,
+        "title": experiment.title,
+        "folder": folder.name,
+        "provenance": experiment.provenance,
+        "algorithms": [_entry_result(entry, own, settled.get(entry)) for entry, own in runs.items()],
+        "baseline": experiment.baseline,
+        "beside_baseline": beside_baseline({entry: rows[entry] for entry in runs}, experiment.baseline),
+        "verdicts": [verdict_row(claim, rows, diverged) for claim in experiment.claims],
+    }
+
+
+def verdict_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the verdicts as a table: its heads, and a row for each claim, the paper's own first."""
+    rows = [(one["name"], row) for one in experiments for row in one["verdicts"]]
+    table = [["experiment", "claim", "at equal", "first − second", "verdict", "why"]]
+    for name, row in sorted(rows, key=lambda pair: not pair[1]["papers"]):
+        found, margin = row["difference"], row["margin"]
+        words = "–" if found is None else f"{found:+.3g}" + ("" if margin is None else f" ± {margin:.2g}")
+        sides = [row["first_scores"], *([row["second_scores"]] if isinstance(row["second"], str) else [])]
+        words += f" ({' and '.join(str(len(side)) for side in sides)} runs)"
+        verdict = row["verdict"] if row["papers"] else _HOLDS.get(row["verdict"], row["verdict"])
+        table.append([name, row["text"], row["at"], words, verdict, row["why"]])
+    return table
+
+
+def verdict_words(scale: str, results: Sequence[Mapping[str, Any]], experiments: Sequence[Experiment]) -> str:
+    """Say what came out of the paper's claims, at what scale, and how far that can be trusted."""
+    rows = [row for one in results for row in one["verdicts"]]
+    judged = sum(row["verdict"] != "pending" for row in rows)
+    own = sum(claim.papers for one in experiments for claim in one.claims)
+    counts = {word: sum(row["papers"] and row["verdict"] == word for row in rows) for word in get_args(Verdict)[:-1]}
+    counts["pending"] = own - sum(counts.values())  # with those of experiments that have not begun
+    seeds = max((len(entry["seeds"]) for one in results for entry in one["algorithms"]), default=0)
+    return (
+        f"Scale {scale}; experiments: {len(results)}, with up to {seeds} seeds. Of the paper's {own} claims: "
+        f"{', '.join(f'{count} {word}' for word, count in counts.items())}. Settings were chosen on validation "
+        f"examples, not on the test images that decide here. Of the {judged} claims judged at 95 %, the paper's and "
+        f"others, about {judged / 20:.0f} would come out by chance."
+    )
+
+
+def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | None) -> dict[str, Any]:
+    complete = [run for run in runs if run.state == "complete"]
+    names = ("final_test_accuracy", "best_test_accuracy", "final_test_loss", "final_train_loss", "final_r")
+    finals = {name: [run.summary[name] for run in complete if run.summary.get(name) is not None] for name in names}
+    return {
+        "name": entry,
+        "seeds": sorted(run.seed for run in complete),
+        "diverged": sorted(run.seed for run in runs if run.state == "diverged"),
+        **{name: found | {"values": finals[name]} if (found := spread_of(finals[name])) else None for name in names},
+        "communication_rounds": max((run.summary["communication_rounds"] for run in complete), default=0),
+        "seconds": sum(run.summary["seconds"] for run in complete),
+        "chosen": settled,
+    }
+
+
+def markdown(experiments: Sequence[Mapping[str, Any]]) -> str:
+    """Return results as Markdown, a table for each experiment."""
+    return "\n".join(line for one in experiments for line in _section(one))
+
+
+def _section(experiment: Mapping[str, Any]) -> list[str]:
+    chosen = {one["name"]: (one["chosen"] or {}).get("values", {}) for one in experiment["algorithms"]}
+    heads = ["", "test accuracy, %", *(f"− {experiment['baseline']}, equal {at}" for at in COSTS), "costs", "chosen"]
+    lines = [f"## {experiment['name']}", "", experiment["title"], "", _line(heads), _line(["---"] * len(heads))]
+    for row in experiment["beside_baseline"]:
+        name = row["name"]
+        reached = f"{mean_and_std(row['scores'], '.2f')} ({len(row['scores'])})"
+        pairs = [_pair(row["difference"].get(at)) for at in COSTS]
+        costs = ", ".join(f"{row['spent'][at]:.2f}" if at in row["spent"] else "–" for at in COSTS)
+        values = ", ".join(f"{key} {value}" for key, value in chosen.get(name, {}).items() if key not in _LENGTHS)
+        lines.append(_line([name, reached, *pairs, costs, values]))
+    return [*lines, ""]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _pair(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    margin = "" if found["margin"] is None else f" ± {found['margin']:.2f}"
+    return f"{found['value']:+.2f}{margin}".replace("-", "−")
