@@ -110,8 +110,9 @@ def this_library(
     from gradalign.client.flat import FlatModel
     from gradalign.client.trainer import Setup
     from gradalign.engines.local import local_engine
-    from gradalign.server.federation import ServerState, make_federation
+    from gradalign.server.federation import make_federation
     from gradalign.server.rounds import play_round
+    from gradalign.server.state import ServerState
 
     task, local = workload.task(data), workload.local()
     federation = make_federation(

@@ -16,8 +16,9 @@ from gradalign.algorithms.view import ClientView
 from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
-from gradalign.server.federation import Federation, ServerState, make_federation
+from gradalign.server.federation import Federation, make_federation
 from gradalign.server.rounds import play_round
+from gradalign.server.state import ServerState
 
 LR, K, TOLERANCE = 0.05, 5, 1e-12
 

@@ -20,8 +20,9 @@ from gradalign.algorithms.view import SharedSums
 from gradalign.client.flat import FlatModel, Point
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
-from gradalign.server.federation import ServerState, make_federation
+from gradalign.server.federation import make_federation
 from gradalign.server.rounds import Sums, play_round
+from gradalign.server.state import ServerState
 
 UNMEASURED = ga.Measure(test_every=0, train_every=0)
 

@@ -28,7 +28,8 @@ from gradalign.recipes.build import build_task
 from gradalign.report import write_report
 from gradalign.runs.read import gather
 from gradalign.server.clients import ClientResults, score_clients, spread_over_clients
-from gradalign.server.federation import ServerState, make_federation
+from gradalign.server.federation import make_federation
+from gradalign.server.state import ServerState
 from run_folders import spec_of, write_run
 
 LOCAL = ga.LocalTraining(lr=0.2, steps=3, weight_decay=0.01)

@@ -21,8 +21,9 @@ from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
-from gradalign.server.federation import ServerState, make_federation
+from gradalign.server.federation import make_federation
 from gradalign.server.rounds import play_round
+from gradalign.server.state import ServerState
 from gradalign.tasks.digits import digits
 from gradalign.tasks.task import PartitionedClients
 

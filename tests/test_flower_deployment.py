@@ -18,8 +18,9 @@ from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.runs.metrics import read_metrics
-from gradalign.server.federation import ServerState, make_federation
+from gradalign.server.federation import make_federation
 from gradalign.server.rounds import play_round
+from gradalign.server.state import ServerState
 from gradalign.tasks.digits import digits
 
 pytest.importorskip("flwr", reason="Flower is not installed; pip install 'gradalign[flower]'")

@@ -23,8 +23,9 @@ from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
 from gradalign.fast.eligible import lockstep_model
 from gradalign.fast.linear import GradientFactors, LargeWeight, large_product
-from gradalign.server.federation import Federation, ServerState
+from gradalign.server.federation import Federation
 from gradalign.server.rounds import play_round
+from gradalign.server.state import ServerState
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=8)
 UNMEASURED = ga.Measure(test_every=0, train_every=0)

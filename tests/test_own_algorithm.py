@@ -21,8 +21,9 @@ from gradalign.engines.pool import PoolEngine
 from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.names import rule_of
 from gradalign.recipes.spec import validate
-from gradalign.server.federation import ServerState, describe, make_federation
+from gradalign.server.federation import describe, make_federation
 from gradalign.server.rounds import _Round, play_round
+from gradalign.server.state import ServerState
 from test_cli import call
 
 PAGE = (Path(__file__).parent.parent / "docs/own-algorithm.md").read_text(encoding="utf-8")

@@ -20,8 +20,9 @@ from gradalign.client.flat import FlatModel
 from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.engines.pool import PoolEngine
-from gradalign.server.federation import Federation, ServerState
+from gradalign.server.federation import Federation
 from gradalign.server.rounds import play_round
+from gradalign.server.state import ServerState
 from gradalign.tasks.batches import TensorExamples
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=8)

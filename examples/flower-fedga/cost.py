@@ -15,8 +15,9 @@ import gradalign as ga
 from gradalign.algorithms.plan import combine
 from gradalign.client.flat import FlatModel
 from gradalign.flower.engine import in_process_engine
-from gradalign.server.federation import ServerState, make_federation
+from gradalign.server.federation import make_federation
 from gradalign.server.rounds import play_round
+from gradalign.server.state import ServerState
 from gradalign.tasks.digits import digits
 
 CLIENTS, ROUNDS = 10, 5

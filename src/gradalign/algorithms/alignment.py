@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, halves, mark, measured, newest_share
+from gradalign.algorithms.auto import AUTO, LENGTH, beta_of, halves, marks, measured, newest_share
 from gradalign.algorithms.plan import Algorithm
 from gradalign.algorithms.schedule import Schedule, require, setting_of, value_at
 from gradalign.algorithms.view import Blend, ClientView, Plan, SharedSums
@@ -160,9 +160,7 @@ class FedGA(Algorithm):
             return {}
         own = view.memory()[0] if self.keeps else view.own()
         facts = {"square": float((own.double() - self._common(view)).square().sum())}
-        if self.mean == "running":
-            product = mark(own)
-            facts |= {"mark": product, "mark square": product**2}
+        facts |= marks(own) if self.mean == "running" else {}
         if view.sample is None or self.keeps:
             return facts
         taken, examples = view.sample

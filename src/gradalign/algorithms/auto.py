@@ -47,6 +47,12 @@ def mark(gradient: Tensor) -> float:
     return float(column[:rows] @ (body @ row)) + float(column[rows] * (rest @ row[: rest.numel()]))
 
 
+def marks(gradient: Tensor) -> dict[str, float]:
+    """Return what a client reports so that its like are known."""
+    product = mark(gradient)
+    return {"mark": product, "mark square": product**2}
+
+
 def alike(facts: Mapping[str, float]) -> bool:
     """Return whether all clients of a round have the same gradient, as far as their marks tell."""
     square = facts.get("mark square", math.inf)

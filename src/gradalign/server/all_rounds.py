@@ -20,11 +20,12 @@ from gradalign.errors import GradalignError, RunEndedError, TooFewClientsError, 
 from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.clients import ClientResults, client_columns
-from gradalign.server.federation import Federation, ServerState
+from gradalign.server.federation import Federation
 from gradalign.server.measure import Measure, Row, measured_at, rounds_to, row_columns, settle, versions
 from gradalign.server.monitor import Monitor, OnRound, ask
 from gradalign.server.result import Result
 from gradalign.server.rounds import RoundFacts, play_round
+from gradalign.server.state import ServerState
 
 Tell = Callable[[Row], None]
 logger = logging.getLogger(__name__)

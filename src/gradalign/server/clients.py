@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradalign.client.exchange import Broadcast, ClientScore, Participant
 from gradalign.engines import Engine
-from gradalign.server.federation import Federation, ServerState
+from gradalign.server.federation import Federation
+from gradalign.server.state import ServerState
 from gradalign.tasks.metrics import larger_is_better
 from gradalign.tasks.task import Task
 

@@ -23,8 +23,9 @@ from gradalign.engines import Engine
 from gradalign.errors import DivergedError, GradalignError, flag, real, whole
 from gradalign.seeding import Purpose, numpy_stream
 from gradalign.server.clients import ClientResults, client_columns, score_clients, spread_over_clients
-from gradalign.server.federation import Federation, ServerState
+from gradalign.server.federation import Federation
 from gradalign.server.monitor import EarlyStopping, Monitor
+from gradalign.server.state import ServerState
 from gradalign.tasks.metrics import metrics_of
 
 TEST_POINTS, TRAIN_POINTS = 50, 20

@@ -18,7 +18,8 @@ from gradalign.client.flat import Point, all_finite
 from gradalign.client.trainer import one_thread
 from gradalign.engines import Engine
 from gradalign.errors import DivergedError, TooFewClientsError, named_failure
-from gradalign.server.federation import Federation, ServerState, Totals
+from gradalign.server.federation import Federation
+from gradalign.server.state import ServerState, Totals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +102,6 @@ class Sums:
         change.add_(new if old is None else new - old[0], alpha=weight)
         if old is not None and old[1] != weight:  # a client whose data have grown
             change.add_(old[0], alpha=weight - old[1])
-
-    def weights_of(self, label: str) -> dict[int, float]:
-        """Return the weights of the clients whose new k_i of this label came."""
-        return {client: self.weights[client] for client in self.kept[label]}
 
 
 class _Round:
@@ -234,7 +231,7 @@ class _Round:
         mean, shared, numbers = sums.vector / sums.weight, dict(state.shared), dict(state.numbers)
         # New dictionaries, so that the state before the round stays whole if anything after this goes wrong.
         kept = {label: {**state.kept.get(label, {}), **new} for label, new in sums.kept.items()}
-        weights = {label: {**state.kept_weights.get(label, {}), **sums.weights_of(label)} for label in kept}
+        weights = {label: {**state.kept_weights.get(label, {}), **sums.weights} for label in kept}
         for part in algorithm.parts:
             change = sums.kept_change.get(part.label)
             known = [one.get(part.label, {}).values() for one in (state.kept_weights, weights)]

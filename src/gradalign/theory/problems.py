@@ -20,8 +20,9 @@ from gradalign.client.trainer import Setup
 from gradalign.engines.local import InProcessEngine
 from gradalign.errors import GradalignError
 from gradalign.seeding import Purpose, torch_stream
-from gradalign.server.federation import Federation, ServerState
+from gradalign.server.federation import Federation
 from gradalign.server.rounds import play_round
+from gradalign.server.state import ServerState
 from gradalign.tasks.batches import map_tensors
 from gradalign.tasks.task import Task
 from gradalign.theory.probe import Probe, mean_gradient
