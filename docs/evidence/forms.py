@@ -86,8 +86,14 @@ def table(one: dict[str, Any]) -> list[str]:
         "| | test accuracy | against FedAvg | at equal bytes | at equal computation | bytes, examples | chosen |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in [name for name in NAMES if len(rows.get(name, {"scores": ()})["scores"]) >= 3]:
-        row, found = rows[name], rows[name]["scores"]
+    lost = {entry["name"]: len(entry["diverged"]) for entry in one["algorithms"]}
+    for name in NAMES:
+        found = rows.get(name, {"scores": ()})["scores"]
+        if lost.get(name) and not found:
+            lines.append(f"| {NAMES[name]} | diverged ({lost[name]}) | | | | | {told(chosen[name], lr)} |")
+        if len(found) < 3:
+            continue
+        row = rows[name]
         spread = f" ± {stdev(found):.2f}" if len(found) > 1 else ""
         pairs = [signed(**row["difference"][at]) if at in row["difference"] else "" for at in COSTS]
         costs = f"{row['spent']['bytes']:.2f}, {row['spent']['computation']:.2f}"
@@ -138,8 +144,8 @@ def draw(folder: Path, names: list[str]) -> None:
                     own = [run for run in runs if run.entry == entry]
                     line_of = {"color": COLOURS[number % len(COLOURS)], "ls": DASHES[number // len(COLOURS)]}
                     if own:
-                        width = 1.7 if entry in IN_FRONT else 0.9
-                        axes.plot(*curve(own, key, unit), **line_of, lw=width, label=NAMES[entry].replace("**", ""))
+                        line_of |= {"lw": 1.7, "zorder": 3} if entry in IN_FRONT else {"lw": 0.9}
+                        axes.plot(*curve(own, key, unit), **line_of, label=NAMES[entry].replace("**", ""))
                 tidy(axes, label, f"{TITLES[name]}\ntest accuracy, %" if place == 0 else "")
         figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
         save(figure, HERE.parent / "images" / "forms.png", dpi=110)
