@@ -35,6 +35,7 @@ from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig
 
 import gradalign.flower as gf
 from gradalign.flower.messages import Order
+from gradalign.flower.own_loop import add_up
 from gradalign.flower.steps import Steps
 
 SIZES = (1, 2, 3, 5)
@@ -248,6 +249,32 @@ def private(strategy):
 def test_numbers_that_nothing_protects_are_not_asked_for(make):
     with pytest.raises(ga.GradalignError, match=r"fedga has every client tell numbers of its gradient.*give a beta"):
         make()
+
+
+def test_what_is_around_one_trip_cannot_protect_clients(problem):
+    strategy = private(gf.OneTrip(FedAvg(), ga.FedGA(length=0.5)))
+    with pytest.raises(ga.GradalignError, match="OneTrip must be the outermost strategy"):
+        play(strategy, quadratic_app(problem), problem, rounds=1)
+
+
+def test_metrics_of_a_user_s_own_that_begin_like_ours_stay(problem):
+    def more(message, context, call_next):
+        reply = call_next(message, context)
+        reply.content["metrics"]["fact.checks"] = 3.0
+        return reply
+
+    result = play(gf.OneTrip(FedAvg(), RUNNING), quadratic_app(problem, inside=[more]), problem)
+    assert result.train_metrics_clientapp[4]["fact.checks"] == pytest.approx(3.0)
+
+
+def test_batches_that_are_too_large_to_halve_are_said_once(caplog):
+    def losses(count):
+        return [(torch.ones(1, requires_grad=True).sum(), count)] * 3
+
+    assert add_up(losses(3), 6) == (1.0, 6)
+    assert not caplog.records
+    assert [add_up(losses(7), 6), add_up(losses(7), 6)] == [(1.0, 7)] * 2
+    assert caplog.text.count("asks for a gradient of 6 examples, and the first batches have 7") == 1
 
 
 def test_a_strategy_begins_anew_with_every_start(problem):

@@ -440,6 +440,20 @@ def test_a_plan_may_grow_and_shrink():
 
 
 @pytest.mark.usefixtures("_tiny")
+def test_an_entry_that_joins_later_takes_settings_over_like_the_others():
+    given_settings(Path("out"))
+    call(*WORDS, "taken", "--seeds", "1")
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][1]["algorithms"] = [["no alignment"], ["new"]]
+    plan["experiment"][1]["entries"]["new"] = {"algorithm": {"name": "fedga", "beta": 0.02}}
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    call(*WORDS, "taken", "--seeds", "1")
+    spec = read_table(Path("out/taken/runs/new/seed0/spec.toml"))
+    assert (spec["local"]["lr"], spec["algorithm"]["beta"]) == (0.1, 0.02)
+    assert read_table(Path("out/taken/settings.toml"))["new"]["values"] == {"lr": 0.1}
+
+
+@pytest.mark.usefixtures("_tiny")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -7,9 +7,8 @@ the update and says how it differs from its neighbours.
 
 FedGA and its neighbours, which displace, are in ``alignment.py``; those here correct, pull or take single steps.
 SCAFFOLD's option II and FedDyn remember a vector per client (``keeps``). Both obey one law, so the
-server needs to know only that law: with the clients' vectors k_i (zero before a client is first seen) and the
-server's s, after a round  s ← s + (|S|/N) Σ p_i (k_i⁺ − k_i).  With uniform weights s is always the mean of k_i over
-all N clients.
+server needs to know only that law: its s is the weighted mean of the clients' vectors k_i over all N clients, k_i being
+zero before a client is first seen. With uniform weights  s ← s + (1/N) Σ (k_i⁺ − k_i).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ so ρ bounds it. With gradients of n of a client's N examples d² is disagreemen
 and a displacement along noise is only noise: half of the measuring rounds take n/2 examples, and what d² grows by,
 σ²(2/n − 1/n), tells the two apart.
 
-Equal clients leave the run FedAvg's. With a running mean they are not at s, which comes after the gradients, so d² does
-not tell: each reports the product of g_i with one fixed vector, too, and where that is the same for all, β = 0.
+Clients with one and the same gradient leave the run FedAvg's. With a running mean they are not at s, which comes after
+the gradients, so d² does not tell: each reports the product of g_i with a fixed vector, and where all are alike, β = 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTH = OffUntil(value=0.5, share=0.1)
 """ρ where none is given: the first tenth of a run is FedAvg's, which any displacement disturbs."""
 _WIDTH = 1024
 _ALIKE = 1e-10
-"""The variance of equal clients' products beside their square: rounding, squared, with room."""
+"""The variance of equal clients' products beside the square of their gradients: rounding, squared, with room."""
 
 
 @cache
@@ -40,7 +40,7 @@ def _uneven(length: int) -> Tensor:
 
 def mark(gradient: Tensor) -> float:
     """Return the product of a gradient with a fixed vector, of which only a row and a column are ever written out."""
-    flat = gradient.reshape(-1)
+    flat = gradient.reshape(-1).to(torch.promote_types(gradient.dtype, torch.float32))
     rows = flat.numel() // _WIDTH
     body, rest = flat[: rows * _WIDTH].view(rows, _WIDTH), flat[rows * _WIDTH :]
     row, column = _uneven(_WIDTH).to(flat), _uneven(rows + 1).to(flat)
@@ -50,13 +50,13 @@ def mark(gradient: Tensor) -> float:
 def marks(gradient: Tensor) -> dict[str, float]:
     """Return what a client reports so that its like are known."""
     product = mark(gradient)
-    return {"mark": product, "mark square": product**2}
+    return {"mark": product, "mark square": product * product, "length": float(gradient.double().square().sum())}
 
 
 def alike(facts: Mapping[str, float]) -> bool:
     """Return whether all clients of a round have the same gradient, as far as their marks tell."""
-    square = facts.get("mark square", math.inf)
-    return square - facts.get("mark", 0.0) ** 2 <= _ALIKE * square < math.inf
+    variance = facts.get("mark square", math.inf) - facts.get("mark", 0.0) ** 2
+    return variance <= _ALIKE * facts.get("length", 0.0) < math.inf
 
 
 def newest_share(decay: float, rounds: float) -> float:

@@ -62,6 +62,9 @@ class _Teller:
             raise GradalignError("the server's rule is the strategy's here; leave it out of the algorithm")
         self._fixed = None if total_step_size is None else real("total_step_size", total_step_size, 0.0)
         self._local = LocalTraining(weight_decay=weight_decay, gradient_examples=gradient_examples)
+        reporting = [part.label for part in self.algorithm.parts if part.reports]
+        self._begun = False
+        self._facts = tuple([STEP_SIZE, *(f"{FACT}{label}." for label in reporting)] if reporting else [])
         self._forget()
 
     def _forget(self) -> None:
@@ -71,10 +74,12 @@ class _Teller:
 
     def over(self, rounds: int) -> None:
         """Learn how many rounds there will be, for schedules in shares of the run."""
-        self.algorithm = self._given.over(rounds)
+        self.algorithm, self._begun = self._given.over(rounds), True
 
     def tell(self, round_index: int, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the further values of a round's config, given the point that the strategy gives out."""
+        if self._facts and not self._begun:
+            raise GradalignError("OneTrip must be the outermost strategy: what is around it cannot protect clients")
         if not round_index:  # another run of the same strategy begins anew
             self._forget()
         # As they are at first: Flower's average makes floats of a counter.
@@ -137,7 +142,7 @@ class _Teller:
             self._reported += 1
             if TOTAL_STEP_SIZE not in metrics:
                 raise GradalignError("a client's app is not a gradalign.flower.ClientApp, and does not align")
-            for name in [name for name in metrics if name == TOTAL_STEP_SIZE or name.startswith(FACT)]:
+            for name in [name for name in metrics if name == TOTAL_STEP_SIZE or name.startswith(self._facts)]:
                 total, weights = sums.get(name, (0.0, 0.0))
                 sums[name] = total + float(metrics.pop(name)) * float(weight), weights + float(weight)
         self._heard = {name: total / weights for name, (total, weights) in sums.items() if weights}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from functools import cache
 
 import torch
 from flwr.app import Context, Message
@@ -16,7 +17,18 @@ from gradalign.client.step import set_out
 from gradalign.errors import GradalignError
 from gradalign.flower import messages
 from gradalign.flower.client_round import ClientRound
+from gradalign.flower.exchange import logger
 from gradalign.flower.messages import EXAMPLES, SEEN, TOTAL_STEP_SIZE
+
+
+@cache
+def _warn_of_large_batches(limit: int, seen: int) -> None:
+    logger.warning(
+        "gradient_examples asks for a gradient of %d examples, and the first batches have %d; a beta that sets itself "
+        "tells chance from disagreement by halving them: give batches of at most half of gradient_examples",
+        limit,
+        seen,
+    )
 
 
 def add_up(losses: Iterable[tuple[Tensor, int]], limit: int | None) -> tuple[float, int]:
@@ -30,6 +42,8 @@ def add_up(losses: Iterable[tuple[Tensor, int]], limit: int | None) -> tuple[flo
         seen += count
     if not seen:
         raise GradalignError("the client has no examples to take a gradient of")
+    if limit is not None and seen > limit:
+        _warn_of_large_batches(limit, seen)
     return total / seen, seen
 
 

@@ -71,14 +71,17 @@ class Reproduction:
         Chosen now are those of ``entries``, all without any; first those that the others take values from.
         """
         tune = experiment.at(self.scale).tune
-        settled = self._known(experiment)
-        if not settled and experiment.settings_from is not None:
-            settled = self._taken_over(experiment, experiment.settings_from)
+        known = self._known(experiment)
+        settled = dict(known)
+        missing = {*experiment.entry_names()} - {*known, *(tune.lists if tune else ())}  # the list may have grown
+        if experiment.settings_from is not None and missing:
+            settled = self._taken_over(experiment, experiment.settings_from) | known
         for number, entry in enumerate(tune.lists if tune else ()):
             if tune and entry not in settled and (not entries or entry in entries or number == 0):
                 settled |= self._search(experiment, tune, entry, settled)
                 self._write(experiment, settled)
-        if settled and (self._forgets(experiment) or not is_there(self.place(experiment) / outcome.SETTINGS)):
+        there = is_there(self.place(experiment) / outcome.SETTINGS)
+        if settled and (self._forgets(experiment) or settled != known or not there):
             self._write(experiment, settled)
         return settled
 
@@ -95,7 +98,7 @@ class Reproduction:
             return {}
         file = self.place(experiment) / outcome.SETTINGS
         written = {name: checked(Chosen, table, str(file)) for name, table in read_optional(file).items()}
-        return written or ({} if self.retune else dict(experiment.at(self.scale).chosen))
+        return ({} if self.retune else dict(experiment.at(self.scale).chosen)) | written
 
     def _taken_over(self, experiment: Experiment, name: str) -> Settled:
         """Return another experiment's settings, and of the entries that are not tuned, those of their algorithms.

@@ -79,8 +79,10 @@ class ServerState:
             if vector.shape != point.x.shape:
                 raise ValueError(f'the vector "{name}" has the shape {list(vector.shape)}, x has {list(point.x.shape)}')
         clients, vectors, weights = group("clients."), group("kept."), group("weights.")
-        if not clients.keys() == vectors.keys() == weights.keys():
-            raise ValueError("clients, their vectors and their weights do not belong together")
+        if clients.keys() != vectors.keys():
+            raise ValueError("clients and their vectors do not belong together")
+        if clients.keys() != weights.keys():
+            raise ValueError("the clients' vectors have no weights, as in a checkpoint of an earlier version")
         for name, matrix in vectors.items():
             if clients[name].ndim != 1 or matrix.shape != (clients[name].numel(), point.x.numel()):
                 raise ValueError(f'the clients\' vectors "{name}" have the shape {list(matrix.shape)}')
