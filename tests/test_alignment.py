@@ -279,6 +279,13 @@ def after(square: float, before: dict, *, lr: float = 0.1, steps: float = 5.0, s
     return measured(before, SharedSums(**given, lr=lr, numbers=before), 0.9)
 
 
+def test_where_only_clients_know_their_step_size_it_is_theirs():
+    """The server says nothing of α, before or after: β is half of what the clients' steps add up to."""
+    given = {"update": torch.zeros(1), "kept_change": None, "x": torch.zeros(1), "reported": 1, "clients": 1}
+    sums = SharedSums(**given, total_step_size=0.9, step_size=0.3, facts={"square": 4.0})
+    assert beta_of(100.0, measured({}, sums, 0.9), 0.0) == pytest.approx(0.15)
+
+
 def test_a_distance_that_is_not_finite_teaches_nothing():
     known = after(36.0, {})  # d = 6, α = 0.1
     assert beta_of(0.24, known, 0.1) == pytest.approx(0.04)

@@ -10,9 +10,11 @@ from torch import nn
 
 import gradalign as ga
 from conftest import blobs, vector
+from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
 from gradalign.fast import Group
 from gradalign.runs.metrics import read_metrics
+from gradalign.server.state import ServerState
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=4, weight_decay=0.01)
 SIZES = (7, 4, 9, 6)
@@ -130,3 +132,46 @@ def test_measuring_changes_no_bit_of_a_cohort(algorithm):
     measures = ga.Measure(train_every=0), ga.Measure(train_every=1, train_clients=30)
     runs = [ga.run(crowd(MODELS["cohorts"]), algorithm, measure=measure, **options) for measure in measures]
     assert torch.equal(vector(runs[0]), vector(runs[1]))
+
+
+def whole_state() -> ServerState:
+    """Two clients of weights 2 and 5, and all that a checkpoint may hold beside x."""
+    x, nothing = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(0)
+    best = Point(x + 1, nothing, nothing)
+    kept, weights = {"scaffold": {4: x, 1: 2 * x}}, {"scaffold": {4: 2.0, 1: 5.0}}
+    numbers = {"fedga": {"rounds": 3.0}}
+    vectors = {"memory": {"m": 3 * x.double()}, "shared": {"scaffold": 4 * x.double()}}
+    point = Point(x, nothing, nothing)
+    return ServerState(
+        point=point, round=7, **vectors, numbers=numbers, kept=kept, kept_weights=weights, best=(5, best)
+    )
+
+
+def test_a_state_comes_back_whole():
+    before = whole_state()
+    after = ServerState.from_tensors(*before.to_tensors())
+    assert (after.round, after.numbers, after.kept_weights) == (7, before.numbers, {"scaffold": {1: 5.0, 4: 2.0}})
+    assert after.kept["scaffold"][1].tolist() == [2.0, 4.0, 6.0]
+    assert after.best[0] == 5
+    assert after.best[1].x.tolist() == [2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"memory.m": 2}, 'the vector "m" has the shape'),
+        ({"shared.scaffold": 4}, 'the vector "scaffold" has the shape'),
+        ({"kept.scaffold": None}, "clients and their vectors do not belong together"),
+        ({"weights.scaffold": None}, "have no weights, as in a checkpoint of an earlier version"),
+        ({"clients.scaffold": 3, "weights.scaffold": 3}, 'vectors "scaffold" have the shape'),
+        ({"weights.scaffold": 1}, 'weights "scaffold" have the shape'),
+        ({"best.x": 2}, "the best round's model has another shape"),
+    ],
+)
+def test_a_state_that_is_not_whole_is_refused(changed, words):
+    tensors, counters = whole_state().to_tensors()
+    for name, length in changed.items():
+        tensors.pop(name)
+        tensors |= {} if length is None else {name: torch.zeros(length)}
+    with pytest.raises(ValueError, match=words):
+        ServerState.from_tensors(tensors, counters)
