@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -486,3 +488,29 @@ def test_a_plan_with_mistakes_is_refused(tmp_path):
     assert "tolerance" in refused(lambda list_: list_[0]["claims"][0].update(expect="equal"))
     assert 'did you mean "algorithms"' in refused(lambda list_: list_[0].update(algorithm=["fedga"]))
     assert refused(lambda list_: list_.clear()) == "own.toml has no [[experiment]]"
+
+
+def test_the_page_of_results_says_what_its_numbers_say():
+    """Verdicts on the page are those of the kept seeds by the plan's rules; only rising or diverging takes one back."""
+    place = Path(__file__).parent.parent / "docs" / "evidence" / "verdicts.py"
+    spec = importlib.util.spec_from_file_location("evidence_verdicts", place)
+    assert spec is not None
+    assert spec.loader is not None
+    evidence = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(evidence)
+    found = json.loads(evidence.KEPT.read_text(encoding="utf-8"))
+    page = evidence.PAGE.read_text(encoding="utf-8")
+    assert evidence.filled(page, found) == page
+    claims = {(one.name, claim.text): claim for one in read_plan() for claim in one.claims}
+    judged = 0
+    for one in found["experiments"]:
+        for row in one["verdicts"]:
+            claim = claims[one["name"], row["text"]]
+            second = row["second_scores"] if isinstance(claim.second, str) else [claim.second * claim.unit] * 2
+            verdict, _ = judge(claim, difference(row["first_scores"], second))
+            judged += verdict != "pending"
+            taken_back = row["verdict"] == "undecidable" and re.search(
+                "still rising|diverged|have a number", row["why"]
+            )
+            assert row["verdict"] == verdict or taken_back, row["text"]
+    assert judged > 3

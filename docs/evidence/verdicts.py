@@ -1,0 +1,126 @@
+"""The verdicts on the paper's claims that docs/results.md shows, made from the runs of ``gradalign reproduce``.
+
+    python docs/evidence/verdicts.py reproduction      # write docs/evidence/verdicts.json, then the page
+    python docs/evidence/verdicts.py                   # the page alone, from what is kept
+
+The seeds' numbers are kept, not the runs; all that the page shows is worked out from them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradalign.report.statistics import difference, mean_and_std
+
+HERE = Path(__file__).resolve().parent
+KEPT, PAGE = HERE / "verdicts.json", HERE.parent / "results.md"
+BEGIN, END = "<!-- verdicts.py writes from here -->", "<!-- to here -->"
+ELSEWHERE = ("forms-", "digits-")  # docs/communication.md
+SAID = ("text", "papers", "at", "metric", "first", "second", "first_scores", "second_scores", "rises", "verdict", "why")
+NAMES = {"fedga": "FedGA", "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "fedprox": "FedProx", "feddyn": "FedDyn"}
+NAMES |= {"gradalign": "GradAlign", "largebatchsgd": "large-batch SGD", "sam": "SAM", "small-batch": "small-batch SGD"}
+NAMES |= {"fedga-auto": '`FedGA()`, running mean, β "auto"'}
+HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}
+SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
+
+
+def kept(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the seeds' numbers, the choices and the verdicts of all experiments but those of another page."""
+    experiments = []
+    for one in results["experiments"]:
+        if not one["name"].startswith(ELSEWHERE):
+            algorithms = [
+                {
+                    "name": entry["name"],
+                    "scores": rounded(scores["scores"]),
+                    "diverged": len(entry["diverged"]),
+                    "communications": entry["communication_rounds"],
+                    "chosen": entry["chosen"],
+                }
+                for entry in one["algorithms"]
+                for scores in one["beside_baseline"]
+                if scores["name"] == entry["name"]
+            ]
+            verdicts = [{key: rounded(row[key]) for key in SAID if key in row} for row in one["verdicts"]]
+            same = {key: one[key] for key in ("name", "title", "provenance")}
+            experiments.append({**same, "algorithms": algorithms, "verdicts": verdicts})
+    return {**{key: results[key] for key in ("scale", "words", "versions")}, "experiments": experiments}
+
+
+def rounded(value: Any) -> Any:
+    """Return numbers to the fourth place, anything else as it is."""
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def row(*cells: str) -> str:
+    """Return a table's row as a line of Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def apart(verdict: dict[str, Any]) -> str:
+    """Return the difference of the two sides with Welch's margin."""
+    second = verdict["second"]
+    unit = 100 if verdict["metric"].endswith("accuracy") else 1
+    level = [] if isinstance(second, str) else [second * unit] * 2  # a level is a side without spread
+    found = difference(verdict["first_scores"], verdict["second_scores"] or level)
+    if found is None or found.margin is None:
+        return "–"
+    return f"{found.value:+.3g} ± {found.margin:.2g}".replace("-", "−")
+
+
+def judged(verdict: dict[str, Any]) -> str:
+    """Return the verdict in words, with what else decided it."""
+    said = verdict["verdict"]
+    words = HOLDS.get(said, said) if not verdict["papers"] else f"**{said}**" if said in HOLDS else said
+    return ", ".join([words, *verdict["why"].split("; ")[1:]])
+
+
+def section(one: dict[str, Any]) -> list[str]:
+    """Return what came out of one experiment: its accuracies, and its claims, the paper's own first."""
+    lines = [f"### {one['title']}", ""]
+    lines += [row("", "test accuracy, %", "seeds", "communications", "chosen"), row(*["---"] * 5)]
+    for entry in one["algorithms"]:
+        values = (entry["chosen"] or {}).get("values", {})
+        shown = [key for key in ("lr", *SYMBOLS) if key in values]
+        reached = mean_and_std(entry["scores"], ".2f") if entry["scores"] else "–"
+        seeds = str(len(entry["scores"])) + (f", {entry['diverged']} diverged" if entry["diverged"] else "")
+        chosen = ", ".join(f"{SYMBOLS.get(key, key)} {values[key]}" for key in shown)
+        name, length = NAMES.get(entry["name"], entry["name"]), f"{entry['communications']:,}"
+        lines.append(row(name, reached, seeds, length, chosen))
+    decided = [verdict for verdict in one["verdicts"] if verdict["verdict"] != "pending"]
+    if decided:
+        lines += ["", row("claim", "difference", "verdict"), row(*["---"] * 3)]
+    for verdict in sorted(decided, key=lambda found: not found["papers"]):
+        lines.append(row(verdict["text"], apart(verdict), judged(verdict)))
+    left = len(one["verdicts"]) - len(decided)
+    return [*lines, "", *([f"Pending: {left} of {len(one['verdicts'])} claims.", ""] if left else [])]
+
+
+def block(found: dict[str, Any]) -> str:
+    """Return the page's part that is made here."""
+    lines = [BEGIN, "", found["words"], ""]
+    return "\n".join([*lines, *(line for one in found["experiments"] for line in section(one)), END])
+
+
+def filled(page: str, found: dict[str, Any]) -> str:
+    """Return the page with its part made anew."""
+    before, rest = page.split(BEGIN)
+    return before + block(found) + rest.split(END)[1]
+
+
+def main(folder: Path | None) -> None:
+    """Keep a reproduction's numbers, where one is given, and write them into the page."""
+    if folder is not None:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        KEPT.write_text(json.dumps(kept(results), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    found = json.loads(KEPT.read_text(encoding="utf-8"))
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if sys.argv[1:] else None)
