@@ -11,7 +11,7 @@ import pytest
 
 import gradalign as ga
 from gradalign.errors import GradalignError
-from gradalign.recipes import load_recipe, shipped_recipes
+from gradalign.recipes import is_papers_problem, load_recipe, paper_number, shipped_recipes
 from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.scale import apply_scale, lay_settings
 from gradalign.recipes.spec import validate
@@ -65,6 +65,32 @@ def test_every_recipe_runs_and_says_at_what_scale(name):
     assert summary["task"]["train_examples"] > 0
     assert summary["final_test_accuracy"] is not None
     assert "paper" in call("show", "r").stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "applies"),
+    [
+        (["rounds=20", "seed=3", "measure.test_every=5"], True),
+        (["local.lr=0.4", "local.weight_decay=0.0001", "algorithm.beta=0.5", "local.steps=40"], True),
+        (
+            ["local.batch_size=78", "local.gradient_examples=100"],
+            True,
+        ),  # a client may have fewer images than the paper's
+        (["local.steps=3"], False),
+        (["local.momentum=0.9"], False),
+        (["local.clip_norm=1.0"], False),
+        (["clients.per_round=47"], False),
+        (["clients.dropout=0.5"], False),
+        (["algorithm.name=fedga+fedadam", "server.lr=0.1"], False),
+        (["algorithm.mean=running"], False),
+        (["algorithm.beta=auto"], False),
+        (["task.partition=dirichlet"], False),
+    ],
+)
+def test_the_papers_numbers_stand_beside_the_papers_setting_up_to_length_and_lists(settings, applies):
+    spec = load_recipe("emnist-iid", settings).spec()
+    assert is_papers_problem(spec.to_dict()) is applies
+    assert paper_number(spec, "fedga") == ([88.66, 0.13] if applies else None)
 
 
 def test_a_scaled_runs_spec_gives_the_same_run_again():

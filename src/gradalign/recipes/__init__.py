@@ -59,7 +59,7 @@ class Recipe:
         chosen = found(self.changes, "algorithm", "name")
         name = self.own_name if chosen is None else str(chosen)
         data = self._settled(self.data, name) if chosen is None else self._fitted(self.data, str(chosen), self.own_name)
-        return _checked(lay_settings(data, self._settled(self.changes, name)), self.source)
+        return _checked(lay_settings(data, self._settled(self.changes, name), self.sweep.K or ()), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
@@ -84,7 +84,8 @@ class Recipe:
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
         name = str(merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"])
         data = merge(self._fitted(self.data, name, self.own_name), {"algorithm": {"name": entry}})
-        data = lay_settings(lay_over(data, self._settled(settings, name)), self._fitted(self.changes, name, name))
+        own = lay_over(data, self._settled(settings, name))
+        data = lay_settings(own, self._fitted(self.changes, name, name), self.sweep.K or ())
         data["algorithm"]["name"] = name
         return data
 
