@@ -1,7 +1,7 @@
 """The verdicts on the paper's claims that docs/results.md shows, made from the runs of ``gradalign reproduce``.
 
-    python docs/evidence/verdicts.py reproduction      # write docs/evidence/verdicts.json, then the page
-    python docs/evidence/verdicts.py                   # the page alone, from what is kept
+    python docs/evidence/verdicts.py reproduction   # write verdicts.json and the curves, then the page
+    python docs/evidence/verdicts.py                # the page alone, from what is kept
 
 The seeds' numbers are kept, not the runs; all that the page shows is worked out from them.
 """
@@ -23,6 +23,8 @@ SAID = ("text", "papers", "at", "metric", "first", "second", "first_scores", "se
 NAMES = {"fedga": "FedGA", "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "fedprox": "FedProx", "feddyn": "FedDyn"}
 NAMES |= {"gradalign": "GradAlign", "largebatchsgd": "large-batch SGD", "sam": "SAM", "small-batch": "small-batch SGD"}
 NAMES |= {"fedga-auto": '`FedGA()`, running mean, β "auto"'}
+DRAWN = ("fedavg", "fedga", "fedga-auto", "scaffold", "fedprox")
+TITLES = {"emnist-one-class": "EMNIST, one class each", "emnist-iid": "EMNIST at random", "cifar10-iid": "CIFAR-10"}
 HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
 
@@ -113,11 +115,37 @@ def filled(page: str, found: dict[str, Any]) -> str:
     return before + block(found) + rest.split(END)[1]
 
 
+def draw(folder: Path, names: list[str]) -> None:
+    """Draw test accuracy over communications and over local updates, a row for each experiment."""
+    import matplotlib.figure
+    from forms import curve  # beside this script
+
+    from gradalign.report.figures import COLOURS, STYLE, save, tidy
+    from gradalign.runs.read import gather
+
+    axes_of = {"communication_rounds": ("communications", 1.0), "local_updates": ("local updates, thousands", 1e3)}
+    with matplotlib.rc_context(STYLE | {"font.size": 8}):
+        figure = matplotlib.figure.Figure(figsize=(9, 2.5 * len(names)), layout="constrained")
+        grid = figure.subplots(len(names), len(axes_of), squeeze=False)
+        for line, name in zip(grid, names, strict=True):
+            runs = [run for run in gather([folder / name / "runs"]).runs if run.state == "complete"]
+            for place, (axes, (key, (label, unit))) in enumerate(zip(line, axes_of.items(), strict=True)):
+                for colour, entry in zip(COLOURS, DRAWN, strict=False):
+                    own = [run for run in runs if run.entry == entry]
+                    if own:
+                        axes.plot(*curve(own, key, unit), color=colour, lw=1.4, label=NAMES[entry].replace("`", ""))
+                tidy(axes, label, f"{TITLES[name]}\ntest accuracy, %" if place == 0 else "")
+        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+        save(figure, HERE.parent / "images" / "table1.png", dpi=110)
+
+
 def main(folder: Path | None) -> None:
     """Keep a reproduction's numbers, where one is given, and write them into the page."""
     if folder is not None:
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         KEPT.write_text(json.dumps(kept(results), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if drawn := [one["name"] for one in results["experiments"] if one["name"] in TITLES]:
+            draw(folder, drawn)
     found = json.loads(KEPT.read_text(encoding="utf-8"))
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
