@@ -11,10 +11,13 @@ import pytest
 
 import gradalign as ga
 from gradalign.errors import GradalignError
-from gradalign.recipes import is_papers_problem, load_recipe, paper_number, shipped_recipes
+from gradalign.recipes import load_recipe, shipped_recipes
 from gradalign.recipes.build import build_algorithm
+from gradalign.recipes.papers import is_papers_problem, papers_accuracy
 from gradalign.recipes.scale import apply_scale, lay_settings
 from gradalign.recipes.spec import validate
+from gradalign.runs import differing_fields
+from gradalign.sweep.plan import plan_sweep
 from test_cli import call
 
 PAPERS = [name for name in shipped_recipes() if name not in ("digits", "table")]
@@ -67,30 +70,66 @@ def test_every_recipe_runs_and_says_at_what_scale(name):
     assert "paper" in call("show", "r").stdout
 
 
+_FREE = [  # length, what the paper tuned, and what is so without being said
+    ["rounds=20", "seed=3", "measure.test_every=5"],
+    ["local.lr=0.4", "local.weight_decay=0.0001", "local.steps=40"],
+    ["local.batch_size=78", "local.gradient_examples=100"],  # a client may have fewer images than the paper's
+    ["local.momentum=0.0", "clients.dropout=0.0", "clients.weights=uniform", "clients.per_round=10"],
+    ["sweep.K=[3]"],
+]
+_OTHER = [
+    ["local.steps=3"],
+    ["local.steps=3", "sweep.K=[3]"],
+    ['local.lr={kind="cosine", value=0.2}'],
+    ["local.momentum=0.9"],
+    ["local.clip_norm=1.0"],
+    ["clients.per_round=47"],
+    ["clients.dropout=0.5"],
+    ["clients.weights=examples"],
+    ["task.partition=dirichlet"],
+    ["task.train_limit=1000"],
+    ["scale.data=0.5"],
+    ["precision=bf16"],
+]
+_OTHER_FEDGA = [["algorithm.mean=running"], ["algorithm.beta=auto"], ["algorithm.beta=0.0"]]
+
+
 @pytest.mark.parametrize(
     ("settings", "applies"),
-    [
-        (["rounds=20", "seed=3", "measure.test_every=5"], True),
-        (["local.lr=0.4", "local.weight_decay=0.0001", "algorithm.beta=0.5", "local.steps=40"], True),
-        (
-            ["local.batch_size=78", "local.gradient_examples=100"],
-            True,
-        ),  # a client may have fewer images than the paper's
-        (["local.steps=3"], False),
-        (["local.momentum=0.9"], False),
-        (["local.clip_norm=1.0"], False),
-        (["clients.per_round=47"], False),
-        (["clients.dropout=0.5"], False),
-        (["algorithm.name=fedga+fedadam", "server.lr=0.1"], False),
-        (["algorithm.mean=running"], False),
-        (["algorithm.beta=auto"], False),
-        (["task.partition=dirichlet"], False),
-    ],
+    [*((words, True) for words in [*_FREE, ["algorithm.beta=0.5", "algorithm.mean=fresh"]])]
+    + [(words, False) for words in [*_OTHER, *_OTHER_FEDGA]],
 )
-def test_the_papers_numbers_stand_beside_the_papers_setting_up_to_length_and_lists(settings, applies):
-    spec = load_recipe("emnist-iid", settings).spec()
-    assert is_papers_problem(spec.to_dict()) is applies
-    assert paper_number(spec, "fedga") == ([88.66, 0.13] if applies else None)
+def test_the_papers_numbers_stand_beside_the_papers_setting_alone_however_another_came_in(settings, applies):
+    wanted = [88.66, 0.13] if applies else None
+    recipe = load_recipe("emnist-iid", settings)
+    for spec in (recipe.spec(), recipe.spec_for("fedga", 0)):
+        assert is_papers_problem(spec.to_dict()) is applies
+        assert papers_accuracy(spec.to_dict(), "fedga") == wanted
+    if not settings[0].startswith(("scale", "sweep")):  # which are no entry's own
+        inside = [f"compare.settings.fedga.{word}" for word in settings if not word.startswith(("sweep", "seed"))]
+        assert papers_accuracy(load_recipe("emnist-iid", inside).spec_for("fedga", 0).to_dict(), "fedga") == wanted
+
+
+def test_a_sweeps_point_outside_the_papers_lists_has_no_number_beside_it():
+    recipe = load_recipe("emnist-iid")
+    for point, number in [({"K": 20, "lr": 0.4}, [88.32, 0.06]), ({"K": 3}, None), ({"clip_norm": 1.0}, None)]:
+        lists = {name: [value] for name, value in point.items()}
+        plan = plan_sweep(recipe, "fedavg", lists, sampler="grid", trials=None, test_beta=False)
+        spec = plan.spec("fedavg", point, test=True)
+        assert papers_accuracy(spec.to_dict(), "fedavg") == number
+
+
+def test_an_algorithm_in_anothers_place_has_no_number_of_the_papers():
+    words = ["compare.settings.fedga.algorithm.name=fedga+fedadam"]
+    assert papers_accuracy(load_recipe("emnist-iid", words).spec_for("fedga", 0).to_dict(), "fedga") is None
+    spec = load_recipe("emnist-iid", ["algorithm.name=fedavg"]).spec()
+    assert papers_accuracy(spec.to_dict(), "fedavg") == [88.32, 0.06]
+
+
+def test_a_correction_of_what_the_paper_says_does_not_make_another_experiment():
+    spec = load_recipe("emnist-iid").spec().to_dict()
+    assert differing_fields(spec, spec | {"paper": None}) == []
+    assert differing_fields(spec, spec | {"paper": None, "rounds": 7}) == ["rounds (1500 there, 7 now)"]
 
 
 def test_a_scaled_runs_spec_gives_the_same_run_again():

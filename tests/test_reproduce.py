@@ -18,8 +18,8 @@ import tomli_w
 
 from gradalign.comparison import Planned
 from gradalign.errors import GradalignError
-from gradalign.recipes import is_papers_problem
 from gradalign.recipes.build import build_algorithm
+from gradalign.recipes.papers import is_papers_problem
 from gradalign.report.statistics import difference
 from gradalign.reproduce.conduct import Reproduction
 from gradalign.reproduce.outcome import time_left, verdict_table, verdict_words

@@ -142,14 +142,14 @@ def run_spec(spec: Spec, options: RunOptions, *, task: Task | None = None, on_ro
 
 def _summary_notes(spec: Spec) -> dict[str, Any]:
     """Return what a recipe adds to the summary: the scale it ran at, and the paper's number for its algorithm."""
-    from gradalign.recipes import paper_note, paper_number
+    from gradalign.recipes.papers import paper_note, papers_accuracy
     from gradalign.recipes.scale import describe_scale
 
     notes: dict[str, Any] = {}
     if (scale := describe_scale(spec)) is not None:
         notes["scale"] = scale
     if (paper := paper_note(spec)) is not None:
-        notes["paper"] = paper | {"test_accuracy": paper_number(spec, spec.algorithm.name)}
+        notes["paper"] = paper | {"test_accuracy": papers_accuracy(spec.to_dict(), spec.algorithm.name)}
     return notes
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
-from gradalign.recipes import Recipe, paper_note, paper_number
+from gradalign.recipes import Recipe
 from gradalign.recipes.build import build_federation, task_of
 from gradalign.recipes.names import require_used
+from gradalign.recipes.papers import paper_note, papers_accuracy
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
 from gradalign.report import need_packages
@@ -92,7 +93,7 @@ def run_comparison(planned: Sequence[Planned], options: RunOptions, *, on_row: C
 def summarise_comparison(planned: Sequence[Planned], experiment: Experiment) -> dict[str, Any]:
     target, on, first = target_of(experiment), experiment.scored_on, planned[0].spec
     # The paper's numbers are of test data: nothing else is set beside them.
-    paper = paper_note(first) if on == "test" else None
+    paper = paper_note(*(one.spec for one in planned)) if on == "test" else None
     plans = {one.folder: one for one in planned}
     entries = [_entry_summary(plans[group.runs[0].folder], group, on, target) for group in experiment.groups]
     return {
@@ -136,7 +137,7 @@ def _entry_summary(one: Planned, group: Group, on: str, target: float | None) ->
         "reached_target": len(counted),
         "final_r": spread_of(group.finals("final_r")),
         "communication_rounds": int(spent),
-        "paper_test_accuracy": paper_number(one.spec, one.entry),
+        "paper_test_accuracy": papers_accuracy(one.spec.to_dict(), one.entry),
         "settings": one.spec.to_dict(),
         "runs": [
             {

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from gradalign.cli.common import plain, print_line, print_table
 from gradalign.errors import GradalignError
-from gradalign.recipes import NUMBERS_LEFT_OUT
 from gradalign.recipes.build import TASKS
+from gradalign.recipes.papers import NUMBERS_LEFT_OUT
 from gradalign.report.statistics import spread_words
 from gradalign.runs import CHECKPOINT, CURVES, METRICS, REPORT, SPEC, SUMMARY, SWEEP, as_toml
 from gradalign.runs.metrics import read_metrics

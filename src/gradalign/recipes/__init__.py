@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from gradalign.tracking import Tracker, Trackers
 
 _Table = TypeVar("_Table", bound="Section")
-NUMBERS_LEFT_OUT = "its numbers are left out here, where the clients or their examples are not the paper's"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Recipe:
         chosen = found(self.changes, "algorithm", "name")
         name = self.own_name if chosen is None else str(chosen)
         data = self._settled(self.data, name) if chosen is None else self._fitted(self.data, str(chosen), self.own_name)
-        return _checked(lay_settings(data, self._settled(self.changes, name), self.sweep.K or ()), self.source)
+        return _checked(lay_settings(data, self._settled(self.changes, name)), self.source)
 
     def spec_for(self, entry: str, seed: int) -> Spec:
         """Return the experiment of one entry of a comparison.
@@ -84,8 +83,7 @@ class Recipe:
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
         name = str(merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"])
         data = merge(self._fitted(self.data, name, self.own_name), {"algorithm": {"name": entry}})
-        own = lay_over(data, self._settled(settings, name))
-        data = lay_settings(own, self._fitted(self.changes, name, name), self.sweep.K or ())
+        data = lay_settings(lay_over(data, self._settled(settings, name)), self._fitted(self.changes, name, name))
         data["algorithm"]["name"] = name
         return data
 
@@ -156,28 +154,6 @@ def found(data: Any, *path: str) -> Any:
     for step in path:
         data = data.get(step) if isinstance(data, Mapping) else None
     return data
-
-
-# The paper's numbers belong beside the paper's problem.
-
-
-def is_papers_problem(spec: Mapping[str, Any]) -> bool:
-    """Return whether a spec's problem is the one that its [paper] numbers are of; the run may be shorter."""
-    task = found(spec, "task")
-    fewer = {"client_share", "data_share", "train_limit", "test_limit"} & set(task if isinstance(task, Mapping) else ())
-    return found(spec, "paper", "applies") is not False and not fewer
-
-
-def paper_note(spec: Spec) -> dict[str, Any] | None:
-    """Return what a summary says of the paper beside its numbers; None where the recipe knows of no paper."""
-    if spec.paper is None:
-        return None
-    return {"source": spec.paper.source, "claim": spec.paper.claim, "applies": is_papers_problem(spec.to_dict())}
-
-
-def paper_number(spec: Spec, entry: str) -> Any:
-    """Return the paper's accuracy of an algorithm; None where there is none, or the problem is another."""
-    return spec.paper.test_accuracy.get(entry) if spec.paper and is_papers_problem(spec.to_dict()) else None
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -26,13 +26,6 @@ from gradalign.recipes.spec import AlgorithmSpec, Portion, Section, Spec, TaskSp
 
 _SHARES = {"client_share": "clients", "data_share": "data"}  # the task's settings that a scale makes use of
 _BY_CLASS = ("one-class", "separate", "classes")  # partitions that give clients their classes
-_FREE: dict[str, tuple[str, ...]] = {  # by part of a recipe: what may change without its being another problem
-    "task": ("data_dir",),
-    "clients": (),
-    "server": (),
-    "algorithm": ("name", "beta", "mu"),
-    "local": ("lr", "steps", "batch_size", "gradient_examples", "weight_decay"),
-}
 _COUNTS = {"rounds": ("rounds",), "per_round": ("clients", "per_round"), "batch": ("local", "batch_size")}
 
 
@@ -57,28 +50,23 @@ class ScaleSpec(Section):
         return self.all if own is None else own
 
 
-def lay_settings(tables: Mapping[str, Any], settings: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
+def lay_settings(tables: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's tables with the command line's settings over them.
 
-    A count that is set there is meant as it stands: no scale shrinks it. Another task, other clients in a round or
-    another way to train is not the problem that the paper's numbers are of; ``steps`` are those that its lists have.
+    A count that is set there is meant as it stands: no scale shrinks it. Another task, or another number of clients a
+    round, is not the problem that the paper's numbers are of.
     """
     merged = lay_over(tables, settings)
     exact = {name: 1.0 for name, path in _COUNTS.items() if found(settings, *path) is not None}
     if exact and merged.get("scale") is not None:
         merged["scale"] = _as_table(merged["scale"]) | exact
-    return merged if _problem(merged, steps) == _problem(tables, steps) else _unlike_paper(merged)
+    return merged if _problem(merged) == _problem(tables) else _unlike_paper(merged)
 
 
-def _problem(tables: Mapping[str, Any], listed: Sequence[int]) -> Any:
-    """Return what has to stay for the paper's numbers to be of it."""
-    kept = {part: _without(found(tables, part), *free) for part, free in _FREE.items()}
-    steps, beta = found(tables, "local", "steps"), found(tables, "algorithm", "beta")
-    return kept, None if steps in listed else steps, beta == "auto"
-
-
-def _without(table: Any, *keys: str) -> Any:
-    return {key: value for key, value in table.items() if key not in keys} if isinstance(table, Mapping) else table
+def _problem(tables: Mapping[str, Any]) -> Any:
+    task = found(tables, "task")
+    own = {key: value for key, value in task.items() if key != "data_dir"} if isinstance(task, Mapping) else task
+    return own, found(tables, "clients", "per_round")
 
 
 def _unlike_paper(tables: dict[str, Any]) -> dict[str, Any]:

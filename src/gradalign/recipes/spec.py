@@ -167,12 +167,14 @@ class TaskSpec(BaseModel):
 class PaperSpec(Section):
     """What the paper reports for this experiment, shown beside the result and never used.
 
-    ``test_accuracy`` is in percent, by algorithm: a mean, or a mean and a standard deviation.
+    ``test_accuracy`` is in percent, by algorithm: a mean, or a mean and a standard deviation. ``setting`` says what
+    these are of, as tables of the recipe's form, with lists of values; in another setting they are not shown.
     """
 
     source: str
     claim: str | None = None
     test_accuracy: dict[str, Finite | Annotated[list[Finite], Field(min_length=2, max_length=2)]] = {}
+    setting: dict[str, dict[str, Any]] | None = None
     applies: bool | None = None
     """False where the problem is no longer the paper's, as with other clients: then its numbers are not shown."""
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.errors import shown_text
-from gradalign.recipes import found, is_papers_problem
+from gradalign.recipes import found
+from gradalign.recipes.papers import papers_accuracy
 from gradalign.runs.read import Run, canonical
 from gradalign.runs.untrusted import HeldClassCounts, number_of
 from gradalign.tracking import flat_settings
@@ -166,9 +167,7 @@ def _short_text(text: object, longest: int = _LONGEST_NAME) -> str:
 
 def _paper_number(run: Run) -> PaperNumber | None:
     """Return the paper's accuracy, which is one on test data of its problem: nothing else is set beside it."""
-    if run.scored_on != "test" or not is_papers_problem(run.spec):
-        return None
-    given = found(run.spec, "paper", "test_accuracy", _name_of(run))
+    given = papers_accuracy(run.spec, _name_of(run)) if run.scored_on == "test" else None
     values = [number_of(value) for value in (given if isinstance(given, list) else [given])]
     if not values or values[0] is None:
         return None

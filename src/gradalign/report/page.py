@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from gradalign import __version__
 from gradalign.errors import shown_text
-from gradalign.recipes import NUMBERS_LEFT_OUT, is_papers_problem
+from gradalign.recipes.papers import NUMBERS_LEFT_OUT, is_papers_problem
 from gradalign.report import budgets, how_to_repeat, series, statistics
 from gradalign.report.clients import clients_section
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value
@@ -172,7 +172,7 @@ def _facts(experiment: Experiment) -> dict[str, str]:
         if isinstance(s.get("versions"), Mapping)
     ]
     paper = ": ".join(filter(None, (experiment.paper_text("source"), experiment.paper_text("claim"))))
-    if paper and not is_papers_problem(experiment.runs[0].spec):
+    if paper and not any(is_papers_problem(run.spec) for run in experiment.runs):
         paper = f"{paper}; {NUMBERS_LEFT_OUT}"
     return {
         "task": shown_value(task.get("name") or asked.get("name") or "not named"),
