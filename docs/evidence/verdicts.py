@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.report.statistics import difference, mean_and_std
+from gradalign.reproduce.outcome import verdict_words
+from gradalign.reproduce.plan import Experiment, read_plan
 
 HERE = Path(__file__).resolve().parent
 KEPT, PAGE = HERE / "verdicts.json", HERE.parent / "results.md"
@@ -34,26 +36,28 @@ def kept(results: dict[str, Any]) -> dict[str, Any]:
     experiments = []
     for one in results["experiments"]:
         if not one["name"].startswith(ELSEWHERE):
+            beside = {row["name"]: row for row in one["beside_baseline"]}  # of those that have finished runs
+            nothing: dict[str, Any] = {"scores": [], "spent": {}, "difference": {}}
             algorithms = [
                 {
                     "name": entry["name"],
-                    "scores": rounded(scores["scores"]),
+                    **{key: rounded(beside.get(entry["name"], nothing)[key]) for key in nothing},
                     "diverged": len(entry["diverged"]),
                     "communications": entry["communication_rounds"],
                     "chosen": entry["chosen"],
                 }
                 for entry in one["algorithms"]
-                for scores in one["beside_baseline"]
-                if scores["name"] == entry["name"]
             ]
             verdicts = [{key: rounded(row[key]) for key in SAID if key in row} for row in one["verdicts"]]
-            same = {key: one[key] for key in ("name", "title", "provenance")}
+            same = {key: one[key] for key in ("name", "title", "provenance", "baseline")}
             experiments.append({**same, "algorithms": algorithms, "verdicts": verdicts})
-    return {**{key: results[key] for key in ("scale", "words", "versions")}, "experiments": experiments}
+    return {"scale": results["scale"], "versions": results["versions"], "experiments": experiments}
 
 
 def rounded(value: Any) -> Any:
     """Return numbers to the fourth place, anything else as it is."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list):
         return [rounded(one) for one in value]
     return round(value, 4) if isinstance(value, float) else value
@@ -79,7 +83,9 @@ def judged(verdict: dict[str, Any]) -> str:
     """Return the verdict in words, with what else decided it."""
     said = verdict["verdict"]
     words = HOLDS.get(said, said) if not verdict["papers"] else f"**{said}**" if said in HOLDS else said
-    return ", ".join([words, *verdict["why"].split("; ")[1:]])
+    rule, *more = verdict["why"].split("; ")
+    left_out = [rule[rule.index("leaves out the paper's") :]] if "leaves out the paper's" in rule else []
+    return ", ".join([words, *left_out, *more])
 
 
 def section(one: dict[str, Any]) -> list[str]:
@@ -103,9 +109,21 @@ def section(one: dict[str, Any]) -> list[str]:
     return [*lines, "", *([f"Pending: {left} of {len(one['verdicts'])} claims.", ""] if left else [])]
 
 
+def own_plan() -> list[Experiment]:
+    """Return the list without the experiments of another page."""
+    return [one for one in read_plan() if not one.name.startswith(ELSEWHERE)]
+
+
+def plain(experiments: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return kept experiments in the form that the count of verdicts reads: it asks how many seeds there are."""
+    return [
+        one | {"algorithms": [entry | {"seeds": entry["scores"]} for entry in one["algorithms"]]} for one in experiments
+    ]
+
+
 def block(found: dict[str, Any]) -> str:
     """Return the page's part that is made here."""
-    lines = [BEGIN, "", found["words"], ""]
+    lines = [BEGIN, "", verdict_words(found["scale"], plain(found["experiments"]), own_plan()), ""]
     return "\n".join([*lines, *(line for one in found["experiments"] for line in section(one)), END])
 
 
@@ -144,7 +162,8 @@ def main(folder: Path | None) -> None:
     if folder is not None:
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         KEPT.write_text(json.dumps(kept(results), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        if drawn := [one["name"] for one in results["experiments"] if one["name"] in TITLES]:
+        whole = [one for one in results["experiments"] if len(one["beside_baseline"]) > 1]
+        if drawn := [one["name"] for one in whole if one["name"] in TITLES]:
             draw(folder, drawn)
     found = json.loads(KEPT.read_text(encoding="utf-8"))
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
