@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 import gradalign as ga
+from gradalign.api import run_spec
 from gradalign.errors import GradalignError
 from gradalign.recipes import load_recipe, shipped_recipes
 from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.papers import is_papers_problem, papers_accuracy
 from gradalign.recipes.scale import apply_scale, lay_settings
 from gradalign.recipes.spec import validate
-from gradalign.runs import differing_fields
+from gradalign.server.runner import RunOptions
 from gradalign.sweep.plan import plan_sweep
 from test_cli import call
 
@@ -127,9 +128,23 @@ def test_an_algorithm_in_anothers_place_has_no_number_of_the_papers():
 
 
 def test_a_correction_of_what_the_paper_says_does_not_make_another_experiment():
-    spec = load_recipe("emnist-iid").spec().to_dict()
-    assert differing_fields(spec, spec | {"paper": None}) == []
-    assert differing_fields(spec, spec | {"paper": None, "rounds": 7}) == ["rounds (1500 there, 7 now)"]
+    recipe = Path("own.toml")
+    text = '{rounds}\n[paper]\nsource = "table 7"\ntest_accuracy.fedga = {number}\n'
+
+    def stop(row):
+        if row["round"] == 2:
+            raise KeyboardInterrupt
+
+    recipe.write_text(text.format(rounds="rounds = 4", number=80.0))
+    options = RunOptions(out="r", workers=0, progress=False, checkpoint_seconds=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        run_spec(load_recipe(str(recipe)).spec(), options, on_row=stop)
+    recipe.write_text(text.format(rounds="rounds = 4", number=81.0))
+    for _ in ("from the checkpoint", "once it is complete"):
+        call("run", recipe, "--workers", 0, "--resume", "--out", "r")
+    assert json.loads(Path("r/summary.json").read_text())["rounds"] == 4
+    recipe.write_text(text.format(rounds="rounds = 5", number=81.0))
+    assert "rounds (4 there, 5 now)" in call("run", recipe, "--resume", "--out", "r", code=2).stderr
 
 
 def test_a_scaled_runs_spec_gives_the_same_run_again():

@@ -163,11 +163,13 @@ class RunFolder:
         if not resume:
             problem = "already holds a run; add --resume to continue it, or choose another --out"
             raise GradalignError(f"{self.path} {problem}")
-        differing = runs.differing_fields(read_spec(self.path), self._spec)
+        there = read_spec(self.path)
+        differing = runs.differing_fields(there, self._spec)
         if differing:
             more = f" (and {len(differing) - _MOST_TOLD} more)" if len(differing) > _MOST_TOLD else ""
             told = "; ".join(differing[:_MOST_TOLD]) + more
             raise GradalignError(f"{self.path} holds a run with other settings: {told}")
+        self._spec_digest = digest_of_settings(there)  # what a paper says may have been corrected since
         runs.remove(self.path / FAILURE)
 
     def _begun(self) -> bool:
