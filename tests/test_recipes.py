@@ -17,6 +17,7 @@ from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.papers import is_papers_problem, papers_accuracy
 from gradalign.recipes.scale import apply_scale, lay_settings
 from gradalign.recipes.spec import validate
+from gradalign.runs import differing_fields
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.plan import plan_sweep
 from test_cli import call
@@ -145,6 +146,8 @@ def test_a_correction_of_what_the_paper_says_does_not_make_another_experiment():
     assert json.loads(Path("r/summary.json").read_text())["rounds"] == 4
     recipe.write_text(text.format(rounds="rounds = 5", number=81.0))
     assert "rounds (4 there, 5 now)" in call("run", recipe, "--resume", "--out", "r", code=2).stderr
+    own = [{"task": {"name": "my:task", "paper": size}} for size in ("a4", "a5")]  # a setting, not what a paper says
+    assert differing_fields(*own) == ["task.paper ('a4' there, 'a5' now)"]
 
 
 def test_a_scaled_runs_spec_gives_the_same_run_again():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.report.statistics import difference, mean_and_std
-from gradalign.reproduce.outcome import verdict_words
+from gradalign.reproduce.outcome import HOLDS, verdict_words
 from gradalign.reproduce.plan import Experiment, read_plan
 
 HERE = Path(__file__).resolve().parent
@@ -27,7 +27,6 @@ NAMES |= {"gradalign": "GradAlign", "largebatchsgd": "large-batch SGD", "sam": "
 NAMES |= {"fedga-auto": '`FedGA()`, running mean, β "auto"'}
 DRAWN = ("fedavg", "fedga", "fedga-auto", "scaffold", "fedprox")
 TITLES = {"emnist-one-class": "EMNIST, one class each", "emnist-iid": "EMNIST at random", "cifar10-iid": "CIFAR-10"}
-HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
 
 

@@ -22,7 +22,7 @@ from gradalign.runs.untrusted import is_there, read_failure, read_optional, read
 SETTINGS = "settings.toml"
 OTHER = "not a run of this plan"
 _MOST_TOLD = 3
-_HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}  # of claims that are not the paper's
+HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}  # of claims that are not the paper's
 _LENGTHS = ("K", "epochs", "batch", "weight_decay")  # the same for all entries of most experiments
 
 
@@ -117,7 +117,7 @@ def verdict_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         words = "–" if found is None else f"{found:+.3g}" + ("" if margin is None else f" ± {margin:.2g}")
         sides = [row["first_scores"], *([row["second_scores"]] if isinstance(row["second"], str) else [])]
         words += f" ({' and '.join(str(len(side)) for side in sides)} runs)"
-        verdict = row["verdict"] if row["papers"] else _HOLDS.get(row["verdict"], row["verdict"])
+        verdict = row["verdict"] if row["papers"] else HOLDS.get(row["verdict"], row["verdict"])
         table.append([name, row["text"], row["at"], words, verdict, row["why"]])
     return table
 

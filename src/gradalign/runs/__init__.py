@@ -139,10 +139,11 @@ def as_toml(data: Mapping[str, Any]) -> str:
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return the dotted names of the fields in which two specs differ, with both values.
 
-    What a paper says is told beside a result and changes none: [paper] may be corrected.
+    What a paper says is told beside a result and changes none: the table [paper] may be corrected.
     """
     found: list[str] = []
-    for key in sorted((set(old) | set(new)) - {"paper"}):
+    told = set() if prefix else {"paper"}  # a task's own setting of that name is not it
+    for key in sorted((set(old) | set(new)) - told):
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += differing_fields(a, b, f"{prefix}{key}.")
