@@ -42,7 +42,8 @@ def analytic(point: dict, entry: str) -> float | None:
     if point["lr"] == 0.4:
         return None
     score = 0.9 - abs(math.log(point["lr"] / 0.2)) / 10 - abs(math.log(point["K"] / 10)) / 20
-    return score if entry == "fedavg" else score + 0.05 - abs(math.log(point["beta"] / 0.05)) / 50
+    liked = 0.01 * (point.get("beta_schedule") == "cosine")
+    return score if entry == "fedavg" else score + 0.05 - abs(math.log(point["beta"] / 0.05)) / 50 + liked
 
 
 class Script:
@@ -86,6 +87,30 @@ def test_the_papers_stages_find_a_known_maximum():
     assert finalists_of(tuned, 1)[0].point == {"lr": 0.2, "K": 10, "beta": 0.046}
     assert len(script.tried) == len(set(script.tried)), "nothing is tried twice, not even between stages"
     assert len(script.tried) == 12 + 4 + 4 + (12 - 1)
+
+
+def test_betas_schedule_is_searched_with_the_best_beta_and_kept_for_the_rest():
+    schedules = ["constant", "off-until 0.1", "cosine"]
+    script = Script()
+    search = Search(entry="fedga", baseline="fedavg", lists={**LISTS, "beta_schedule": schedules})
+    tuned, before = tune(search, script)
+    assert not any("beta_schedule" in one.point for one in before)
+    assert [(stage.name, len(stage.points())) for stage in script.stages] == [
+        ("baseline", 12),
+        ("beta-coarse", 4),
+        ("beta-fine", 4),
+        ("beta-schedule", 2),
+        ("others", 12),
+    ]
+    baseline, coarse, fine, schedule, others = script.stages
+    assert "beta_schedule" not in {**baseline.lists, **baseline.fixed}, "FedAvg has no β"
+    assert coarse.fixed["beta_schedule"] == fine.fixed["beta_schedule"] == "constant"
+    assert schedule.fixed == {"lr": 0.2, "K": 10, "beta_schedule": "constant", "beta": 0.046}
+    assert schedule.points()[0]["beta_schedule"] == "off-until 0.1"
+    assert others.fixed == {"beta": 0.046, "beta_schedule": "cosine"}, "the script likes it best"
+    assert finalists_of(tuned, 1)[0].point == {"lr": 0.2, "K": 10, "beta": 0.046, "beta_schedule": "cosine"}
+    assert len(script.tried) == len(set(script.tried)) == 12 + 4 + 4 + 2 + 11
+    assert [size for _, _, size in search.sizes()] == [12, 4, 4, 2, 11]
 
 
 def test_a_single_stage_without_beta():
@@ -207,6 +232,34 @@ def test_a_point_takes_its_places():
     assert changed["local"] == {"lr": {"kind": "cosine", "value": 0.3, "end": 0.0}, "steps": 4, "batch_size": "whole"}
     assert changed["algorithm"] == {"name": "fedga", "beta": 0.5}
     assert tables["local"]["epochs"] == 2, "the tables themselves stay"
+
+
+@pytest.mark.parametrize(
+    ("words", "beta"),
+    [
+        ("constant", 0.5),
+        ("cosine", {"kind": "cosine", "value": 0.5}),
+        ("cosine .5", {"kind": "cosine", "value": 0.5, "share": 0.5}),
+        ("warmup 0.1", {"kind": "warmup", "value": 0.5, "share": 0.1}),
+        ("off-until 0.25", {"kind": "off-until", "value": 0.5, "share": 0.25}),
+    ],
+)
+def test_a_schedule_in_words_takes_betas_place(words, beta):
+    assert parse_grid([f"beta_schedule={words}"]) == {"beta_schedule": [words]}
+    for before in ({}, {"beta": 0.1}, {"beta": {"kind": "warmup", "value": 0.1, "rounds": 7}}):
+        tables = {"algorithm": {"name": "fedga", **before}}
+        assert apply_point(tables, {"beta_schedule": words, "beta": 0.5})["algorithm"] == {
+            "name": "fedga",
+            "beta": beta,
+        }
+
+
+@pytest.mark.parametrize(
+    "words", ["warmup", "off-until", "warmup 0", "cosine 2", "constant 0.1", "steps 0.1", "off-until x"]
+)
+def test_what_is_no_schedule_is_told(words):
+    with pytest.raises(GradalignError, match=r'beta_schedule.*"warmup 0.1"'):
+        parse_grid([f"beta_schedule={words}"])
 
 
 def test_clearly_below_by_hand():

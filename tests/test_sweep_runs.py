@@ -423,6 +423,8 @@ def test_ctrl_c_says_how_to_go_on():
             "train_loss is the score and never measured; set measure.train_every",
         ),
         (("digits", "--set", "measure.test_every=0"), "test_accuracy is the score and never measured"),
+        (("digits", "--grid", "beta_schedule=warmup"), 'with a share of the run, as "warmup 0.1"'),
+        (("digits", "--algorithm", "scaffold", "--grid", "beta_schedule=cosine"), "scaffold has no such parameter"),
         (("digits", "--set", "sweep.colour=1"), "colour is not a known setting"),
         (("digits", "--storage", "nonsense"), "cannot use the storage nonsense"),
         (("digits", "--storage", "sqlite:////nowhere/at/all.db"), "unable to open database file"),

@@ -21,7 +21,7 @@ def sweep(
     grid: list[str] | None = Option(
         None,
         metavar="NAME=V,V,…",
-        help="Values to try, for lr, batch, K, epochs, weight_decay, beta, beta_fine, mu, …; may be repeated.",
+        help="Values to try of lr, batch, K, epochs, weight_decay, beta, beta_fine, beta_schedule, …; may be repeated.",
     ),
     sampler: str = Option("grid", metavar="grid|tpe", help="Every combination, or Optuna's TPE between the ends."),
     trials: int | None = Option(None, min=1, help="With tpe: trials in each large stage (default 40)."),

@@ -21,7 +21,7 @@ from gradalign.runs.untrusted import is_there, read_optional
 from gradalign.server.measure import versions
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.conduct import run_search
-from gradalign.sweep.grid import PLACES, Lists, Point
+from gradalign.sweep.grid import FINE, PLACES, Lists, Point
 from gradalign.sweep.plan import plan_sweep
 from gradalign.sweep.protocol import best_of
 from gradalign.tracking.progress import rounds_bar
@@ -121,7 +121,7 @@ class Reproduction:
         recipe = experiment.recipe_at(self.scale, known, tune.budget)
         recipe = replace(recipe, data={**recipe.data, "seed": SEARCH_SEED})
         stated = tune.lists[entry].model_dump(exclude_none=True)
-        lists: Lists = {name: stated.pop(name) for name in [*PLACES, "beta_fine"] if name in stated}
+        lists: Lists = {name: stated.pop(name) for name in [*PLACES, FINE] if name in stated}
         spec = recipe.spec_for(entry, SEARCH_SEED)
         local = spec.local
         held: dict[str, Any] = {"K": [local.steps]} if local.steps else {"epochs": [local.epochs or 1]}

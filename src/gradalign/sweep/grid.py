@@ -28,12 +28,14 @@ PLACES: dict[str, tuple[str, str]] = {
     "clip_norm": ("local", "clip_norm"),
     "server_lr": ("server", "lr"),
     "beta": ("algorithm", "beta"),
+    "beta_schedule": ("algorithm", "beta"),
     "mu": ("algorithm", "mu"),
     "alpha": ("algorithm", "alpha"),
     "rho": ("algorithm", "rho"),
 }
 _OTHER_NAMES = {"batch_size": "batch", "k": "K", "steps": "K", "local_steps": "K", "wd": "weight_decay"}
-FINE = "beta_fine"
+FINE, SCHEDULE = "beta_fine", "beta_schedule"
+CONSTANT = "constant"
 
 # The paper's values, and those of the papers of FedProx, FedDyn and SAM.
 _LR, _STEPS, _EPOCHS, _WEIGHT_DECAY = (0.05, 0.1, 0.2, 0.4), (1, 10, 20, 40), (1, 2, 4), (0.001, 0.0001)
@@ -63,7 +65,7 @@ def parse_grid(words: Iterable[str]) -> Lists:
 
 
 def _number(name: str, text: str) -> Value:
-    if name == "batch" and text == "whole":
+    if name == SCHEDULE or (name == "batch" and text == "whole"):
         return text
     for kind in (int, float):
         with suppress(ValueError):
@@ -108,7 +110,7 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
                 lists.pop(other, None)
         lists |= layer
     own = accepted_parameters(spec.algorithm.name)
-    not_its_own = [name for name in (*_OWN_VALUES, FINE) if name.removesuffix("_fine") not in own]
+    not_its_own = [name for name in (*_OWN_VALUES, FINE, SCHEDULE) if name.partition("_")[0] not in own]
     wrong = [name for name in not_its_own if name in given]
     if wrong:
         raise GradalignError(f"--grid {wrong[0]}: {spec.algorithm.name} has no such parameter")
@@ -122,13 +124,27 @@ def apply_point(tables: Mapping[str, Any], point: Mapping[str, Value]) -> dict[s
     """Return a recipe's tables with a point's values in their places; of a schedule, the value it is about."""
     data = dict(tables)
     for name, value in point.items():
+        if name == SCHEDULE:
+            continue
         table, key = PLACES[name]
         before = data.get(table, {}).get(key)
         data = merge(data, {table: {key: {"value": value} if isinstance(before, Mapping) else value}})
     for name, other in (("K", "epochs"), ("epochs", "K")):
         if name in point:
             data["local"].pop(PLACES[other][1], None)
+    if SCHEDULE in point:
+        own = data["algorithm"]
+        beta = own["beta"]["value"] if isinstance(own["beta"], Mapping) else own["beta"]
+        data["algorithm"] = {**own, "beta": scheduled(str(point[SCHEDULE]), beta)}
     return data
+
+
+def scheduled(words: str, value: float) -> float | dict[str, Any]:
+    """Return β as a recipe has it, by a schedule in words: "constant", "warmup 0.1", "off-until 0.25", "cosine"."""
+    kind, _, share = words.partition(" ")
+    if kind == CONSTANT:
+        return value
+    return {"kind": kind, "value": value} | ({"share": float(share)} if share else {})
 
 
 def combinations(lists: Mapping[str, Sequence[Value]]) -> list[Point]:

@@ -1,8 +1,9 @@
 """The paper's order of tuning, without any training: which trials belong to a stage, what one stage tells the next.
 
 For an algorithm with β: the other values are tuned on the algorithm without alignment (FedAvg for FedGA, large-batch
-SGD for GradAlign) and transferred; β is searched on a coarse list, then on a fine one around the best; then the other
-values are tuned again with β fixed. An algorithm without β has one stage.
+SGD for GradAlign) and transferred; β is searched on a coarse list, then on a fine one around the best; then, where that
+is asked for, how it changes over the run, which is not the paper's; then the other values are tuned again with β fixed.
+An algorithm without β has one stage.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from optuna.trial import FrozenTrial
 
 from gradalign.errors import GradalignError
 from gradalign.recipes.names import algorithm_names
-from gradalign.sweep.grid import FINE, Lists, Point, Value, combinations, fine_values, ordered
+from gradalign.sweep.grid import FINE, SCHEDULE, Lists, Point, Value, combinations, fine_values, ordered
 
 State = Literal["complete", "pruned", "diverged", "running"]
 # The stages after the search.
@@ -108,7 +109,7 @@ class Search:
 
     @property
     def others(self) -> Lists:
-        apart = (FINE,) if self.baseline is None else ("beta", FINE)
+        apart = (FINE,) if self.baseline is None else ("beta", FINE, SCHEDULE)
         return {name: values for name, values in self.lists.items() if name not in apart}
 
     def sizes(self) -> list[tuple[str, str, int]]:
@@ -117,10 +118,12 @@ class Search:
         if self.baseline is None:
             return [("grid", self.entry, others)]
         fine = len(self.lists[FINE]) if FINE in self.lists else 4
+        schedules = self.lists.get(SCHEDULE, [])
         return [
             ("baseline", self.baseline, others),
             ("beta-coarse", self.entry, len(self.lists["beta"])),
             ("beta-fine", self.entry, fine),
+            *([("beta-schedule", self.entry, len(schedules) - 1)] if len(schedules) > 1 else []),
             ("others", self.entry, others - (0 if self.trials else 1)),
         ]
 
@@ -194,6 +197,8 @@ def tune(search: Search, evaluate: Evaluate) -> tuple[list[Outcome], list[Outcom
         return evaluate(Stage(name="grid", entry=search.entry, lists=search.others, trials=search.trials), []), []
     before = evaluate(Stage(name="baseline", entry=search.baseline, lists=search.others, trials=search.trials), [])
     transferred = best_of(before, f"the baseline {search.baseline}").point
+    schedules = search.lists.get(SCHEDULE, [])
+    transferred = transferred | ({SCHEDULE: schedules[0]} if schedules else {})
     coarse = [float(value) for value in search.lists["beta"]]
     found = evaluate(Stage(name="beta-coarse", entry=search.entry, lists={"beta": coarse}, fixed=transferred), [])
     best = float(best_of(found, "the coarse search for beta").point["beta"])
@@ -201,8 +206,15 @@ def tune(search: Search, evaluate: Evaluate) -> tuple[list[Outcome], list[Outcom
     if fine:
         stage = Stage(name="beta-fine", entry=search.entry, lists={"beta": fine}, fixed=transferred)
         found = found + evaluate(stage, found)
-    beta = best_of(found, "the search for beta").point["beta"]
-    rest = Stage(name="others", entry=search.entry, lists=search.others, fixed={"beta": beta}, trials=search.trials)
+    beta = {"beta": best_of(found, "the search for beta").point["beta"]}
+    if schedules[1:]:
+        stage = Stage(
+            name="beta-schedule", entry=search.entry, lists={SCHEDULE: schedules[1:]}, fixed=transferred | beta
+        )
+        found = found + evaluate(stage, found)
+    if schedules:
+        beta |= {SCHEDULE: best_of(found, "the search for beta's schedule").point[SCHEDULE]}
+    rest = Stage(name="others", entry=search.entry, lists=search.others, fixed=beta, trials=search.trials)
     return found + evaluate(rest, found), before
 
 
