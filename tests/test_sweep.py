@@ -21,7 +21,7 @@ from optuna.trial import TrialState, create_trial
 from gradalign.errors import FolderInUseError, GradalignError, NotWrittenError
 from gradalign.recipes import load_recipe, shipped_recipes
 from gradalign.runs.folder import locked
-from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid
+from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid, scheduled
 from gradalign.sweep.plan import SweepPlan
 from gradalign.sweep.protocol import (
     BelowBestPruner,
@@ -259,7 +259,7 @@ def test_a_schedule_in_words_takes_betas_place(words, beta):
 )
 def test_what_is_no_schedule_is_told(words):
     with pytest.raises(GradalignError, match=r'beta_schedule.*"warmup 0.1"'):
-        parse_grid([f"beta_schedule={words}"])
+        scheduled(words, 0.1)
 
 
 def test_clearly_below_by_hand():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -35,7 +36,7 @@ PLACES: dict[str, tuple[str, str]] = {
 }
 _OTHER_NAMES = {"batch_size": "batch", "k": "K", "steps": "K", "local_steps": "K", "wd": "weight_decay"}
 FINE, SCHEDULE = "beta_fine", "beta_schedule"
-CONSTANT = "constant"
+_SCHEDULE = re.compile(r"constant|cosine|(warmup|off-until|cosine) (0?\.\d*[1-9]\d*|1(\.0*)?)")
 
 # The paper's values, and those of the papers of FedProx, FedDyn and SAM.
 _LR, _STEPS, _EPOCHS, _WEIGHT_DECAY = (0.05, 0.1, 0.2, 0.4), (1, 10, 20, 40), (1, 2, 4), (0.001, 0.0001)
@@ -141,8 +142,11 @@ def apply_point(tables: Mapping[str, Any], point: Mapping[str, Value]) -> dict[s
 
 def scheduled(words: str, value: float) -> float | dict[str, Any]:
     """Return β as a recipe has it, by a schedule in words: "constant", "warmup 0.1", "off-until 0.25", "cosine"."""
+    if _SCHEDULE.fullmatch(words) is None:
+        forms = '"constant" or "cosine", or "warmup", "off-until" or "cosine" with a share of the run, as "warmup 0.1"'
+        raise GradalignError(f'beta_schedule: "{words}" is not one; give {forms}')
     kind, _, share = words.partition(" ")
-    if kind == CONSTANT:
+    if kind == "constant":
         return value
     return {"kind": kind, "value": value} | ({"share": float(share)} if share else {})
 
