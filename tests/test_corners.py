@@ -167,7 +167,7 @@ def test_buffers_keep_their_precision():
 def test_workers_do_not_hold_the_locks_of_other_runs():
     """A run's lock ends with the run, also while another run's workers, forked in between, live on."""
     from gradalign.engines.pool import PoolEngine
-    from gradalign.runs.folder import locked
+    from gradalign.runs.locks import locked
 
     with locked(Path("a")):
         engine = PoolEngine(Setup(task=blobs(), local=LOCAL), 1)

@@ -153,9 +153,11 @@ def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
         failure=json.dumps({"failure": "NaN", "diverged": True}),
     )
     assert time_left(runs).startswith("1 of 3 runs left, about 0:00:08")
-    longer = [planned("fedavg", 0, 6), *runs[1:]]  # what lies there, of four rounds, is not what is planned now
-    words = "2 of 3 runs left (1 in whose place there is one with other settings), about 0:00:11 at the speed so far"
-    assert time_left(longer) == words
+    longer = [planned("fedavg", 0, 6), *runs[1:]]  # the four rounds that are there go on
+    assert time_left(longer) == "2 of 3 runs left, about 0:00:09 at the speed so far"
+    shorter = [planned("fedavg", 0, 3), *runs[1:]]  # what lies there, of four rounds, is not what is planned now
+    words = "2 of 3 runs left (1 in whose place there is one with other settings), about 0:00:10 at the speed so far"
+    assert time_left(shorter) == words
 
 
 # Tables
@@ -388,9 +390,9 @@ def test_runs_of_another_plan_are_neither_done_nor_judged():
     given_settings(Path("out"))
     call(*WORDS, "tiny", "--only", "fedga,fedavg")
     done = stamps()
-    change_plan(budget=12)
+    change_plan(budget=6)
     result = call(*WORDS, "tiny", code=2)
-    assert "fedga/seed0 holds a run with other settings: rounds (4 there, 6 now)" in result.stderr
+    assert "fedga/seed0 holds a run with other settings: rounds (4 there, 3 now)" in result.stderr
     assert result.stderr.strip().endswith("; remove it, or choose another --out")
     assert len(result.stderr.strip().splitlines()) == 1
     assert stamps() == done
@@ -400,11 +402,29 @@ def test_runs_of_another_plan_are_neither_done_nor_judged():
     shutil.rmtree("out/tiny/runs/fedga")
     call(*WORDS, "tiny", "--only", "fedga")  # who asks for others may go on beside them
     report = call(*WORDS, "tiny", "--report", "--json")
-    assert report.stderr.count("not a run of this plan: rounds (8 there, 12 now)") == 2
+    assert report.stderr.count("not a run of this plan: rounds (8 there, 6 now)") == 2
     assert "not a run of this plan" in Path("out/report.html").read_text()
     results = json.loads(report.stdout)
     assert [one["name"] for one in results["experiments"][0]["algorithms"]] == ["fedga"]
     assert len(results["left_out"]) == 2
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_runs_go_on_when_the_plan_has_become_longer():
+    given_settings(Path("out"))
+    given_settings(Path("fresh"))
+    words = ("tiny", "--only", "fedga,fedavg", "--seeds", "1")
+    call(*WORDS, *words)
+    change_plan(budget=12)
+    state = json.loads(call(*WORDS, "tiny", "--list", "--json").stdout)
+    assert state[0]["left"].startswith("6 of 6 runs left, about 0:00:0")
+    call(*WORDS, "tiny", "--report", code=2)  # they are not judged before
+    call(*WORDS, *words)
+    call(*(word.replace("out", "fresh") if word == "out" else word for word in WORDS), *words)
+    for entry, rounds in (("fedga", 6), ("fedavg", 12)):
+        rows = [read_metrics(Path(out, "tiny/runs", entry, "seed0")) for out in ("out", "fresh")]
+        assert [own[-1]["round"] for own in rows] == [rounds, rounds]
+        assert rows[0][-1] | {"seconds": 0} == rows[1][-1] | {"seconds": 0}
 
 
 @pytest.mark.usefixtures("_tiny")

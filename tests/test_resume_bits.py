@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ from torch import nn
 
 import gradalign as ga
 from conftest import blobs, vector
+from gradalign import runs
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
 from gradalign.fast import Group
+from gradalign.runs import checkpoint
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.state import ServerState
+from test_cli import call
 
 LOCAL = ga.LocalTraining(lr=0.1, epochs=1, batch_size=4, weight_decay=0.01)
 SIZES = (7, 4, 9, 6)
@@ -132,6 +136,110 @@ def test_measuring_changes_no_bit_of_a_cohort(algorithm):
     measures = ga.Measure(train_every=0), ga.Measure(train_every=1, train_clients=30)
     runs = [ga.run(crowd(MODELS["cohorts"]), algorithm, measure=measure, **options) for measure in measures]
     assert torch.equal(vector(runs[0]), vector(runs[1]))
+
+
+# More rounds
+
+WITHOUT_CLIENTS_VECTORS = {
+    "fedga": ga.FedGA(beta=0.2),
+    "running and momentum": ga.FedGA(beta=0.2, mean="running") + ga.FedAvgM(lr=1.0, momentum=0.5),
+    "memories": ga.FedCM(alpha=0.5) + ga.FedSAM(rho=0.1) + ga.FedAdam(lr=0.05),
+    "warm-up in rounds": ga.FedGA(beta=ga.Warmup(value=0.2, rounds=4)) + ga.FedProx(mu=0.1),
+}
+SOME = {"clients_per_round": 3, "local": LOCAL, "workers": 0, "measure": ga.Measure(test_every=1, train_every=1)}
+
+
+@pytest.mark.parametrize("algorithm", WITHOUT_CLIENTS_VECTORS.values(), ids=WITHOUT_CLIENTS_VECTORS)
+def test_a_finished_run_goes_on_for_more_rounds_to_the_same_bits(tmp_path, algorithm):
+    whole = ga.run(blobs(), algorithm, rounds=7, out=tmp_path / "whole", keep_best=True, **SOME)
+    for rounds in (2, 3, 7):
+        longer = ga.run(blobs(), algorithm, rounds=rounds, out=tmp_path / "longer", resume=True, keep_best=True, **SOME)
+        assert longer.summary["rounds"] == rounds
+    assert torch.equal(vector(whole), vector(longer))
+    assert all(map(torch.equal, whole.best.state_dict().values(), longer.best.state_dict().values()))
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "longer")
+    assert (tmp_path / "whole/spec.toml").read_text() == (tmp_path / "longer/spec.toml").read_text()
+    again = ga.run(blobs(), algorithm, rounds=7, out=tmp_path / "longer", resume=True, keep_best=True, **SOME)
+    assert again.summary["sha256"] == longer.summary["sha256"], "nothing is left to do"
+
+
+KEPT = ga.Scaffold(control="kept")
+
+
+def test_an_interrupted_run_may_be_given_more_rounds_too(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        ga.run(blobs(), KEPT, rounds=3, out=tmp_path / "a", checkpoint_seconds=0, trackers=[Stops()], **SOME)
+    longer = ga.run(blobs(), KEPT, rounds=5, out=tmp_path / "a", resume=True, **SOME)
+    assert torch.equal(vector(longer), vector(ga.run(blobs(), KEPT, rounds=5, **SOME)))
+
+
+@pytest.mark.parametrize("fatal", ["remove", "save_noted", "write_whole"])
+def test_a_run_that_dies_while_it_is_given_more_rounds_goes_on(tmp_path, monkeypatch, fatal):
+    whole = [ga.run(blobs(), ga.FedGA(beta=0.2), rounds=rounds, **SOME) for rounds in (2, 4)]
+    run = {"out": tmp_path, "resume": True, **SOME}
+    ga.run(blobs(), ga.FedGA(beta=0.2), rounds=2, **run)
+
+    def dies(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint if fatal == "save_noted" else runs, fatal, dies)
+        with pytest.raises(KeyboardInterrupt):
+            ga.run(blobs(), ga.FedGA(beta=0.2), rounds=4, **run)
+    if fatal != "write_whole":  # the shorter one can still be had
+        assert torch.equal(vector(whole[0]), vector(ga.run(blobs(), ga.FedGA(beta=0.2), rounds=2, **run)))
+    assert torch.equal(vector(whole[1]), vector(ga.run(blobs(), ga.FedGA(beta=0.2), rounds=4, **run)))
+
+
+COSINE = ga.LocalTraining(lr=ga.Cosine(value=0.1), epochs=1, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first", "then", "words"),
+    [
+        (KEPT, {}, {}, "that cannot go on to 4: what it carries from round to round was not kept"),
+        (ga.FedGA(), {}, {}, "that cannot go on to 4: what fedga does in a round depends on how long"),
+        (ga.FedAvg(), {"local": COSINE}, {"local": COSINE}, "to 4: local.lr depends on how long the run is"),
+        (ga.FedAvg(), {}, {"seed": 1}, r"holds a run with other settings: rounds \(2 there, 4 now\); seed"),
+        (ga.FedAvg(), {"rounds": 5}, {}, r"holds a run with other settings: rounds \(5 there, 4 now\)"),
+    ],
+)
+def test_what_cannot_go_on_is_told_and_left_as_it_is(tmp_path, algorithm, first, then, words):
+    ga.run(blobs(), algorithm, out=tmp_path, **{**SOME, "rounds": 2, **first})
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ga.GradalignError, match=words):
+        ga.run(blobs(), algorithm, out=tmp_path, resume=True, **{**SOME, "rounds": 4, **then})
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != ".lock"}
+
+
+def test_a_comparison_goes_on_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    """One entry of three cannot go on: the others are left as they are."""
+    monkeypatch.chdir(tmp_path)
+    words = ("compare", "digits", "--seeds", "1", "--workers", "0", "--out", "c", "--set", "task.clients=5", "--set")
+    words += ("clients.per_round=3", "--set", "local.steps=2", "--algorithms")
+    able, unable = "fedavg,fedga,fedprox", "fedavg,fedga,fedinit"
+    call(*words, able, "--set", "rounds=3")
+    call(*words, able, "--set", "rounds=5", "--resume")
+    assert [len(rows_of(Path("c", entry, "seed0"))) for entry in able.split(",")] == [11, 6, 11], "equal communication"
+    shutil.rmtree("c")
+    call(*words, unable, "--set", "rounds=3")
+    before = contents(tmp_path)
+    problem = call(*words, unable, "--set", "rounds=5", "--resume", code=2).stderr
+    assert "fedinit/seed0 holds a run of 6 rounds that cannot go on to 10: what it carries" in problem
+    assert contents(tmp_path) == before
+
+
+def test_a_comparison_in_python_keeps_its_length(tmp_path):
+    algorithms, out = [ga.FedAvg(), KEPT], {"seeds": 1, "out": tmp_path, **SOME}
+    ga.compare(blobs(), algorithms, rounds=2, **out)
+    before = contents(tmp_path)
+    with pytest.raises(ga.GradalignError, match="holds a run of 2 rounds, not 4; choose another out, or go on with"):
+        ga.compare(blobs(), algorithms, rounds=4, resume=True, **out)
+    assert contents(tmp_path) == before
 
 
 def whole_state() -> ServerState:

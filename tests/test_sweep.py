@@ -20,7 +20,7 @@ from optuna.trial import TrialState, create_trial
 
 from gradalign.errors import FolderInUseError, GradalignError, NotWrittenError
 from gradalign.recipes import load_recipe, shipped_recipes
-from gradalign.runs.folder import locked
+from gradalign.runs.locks import locked
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid, scheduled
 from gradalign.sweep.plan import SweepPlan
 from gradalign.sweep.protocol import (

@@ -25,7 +25,8 @@ from typer.testing import CliRunner
 
 from conftest import hear_ctrl_c
 from gradalign.cli.app import app
-from gradalign.runs.folder import RunFolder, is_held, locked
+from gradalign.runs.folder import RunFolder
+from gradalign.runs.locks import is_held, locked
 from gradalign.runs.metrics import MetricsTail
 from gradalign.watch import Followed, Watched
 from gradalign.watch.frame import Frame, duration, seconds_left

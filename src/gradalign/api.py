@@ -20,8 +20,10 @@ from gradalign.engines import Engine, under_torchrun
 from gradalign.engines.distributed import DistributedEngine
 from gradalign.engines.local import local_engine
 from gradalign.errors import DivergedError, GradalignError, whole
-from gradalign.runs import safe_name
+from gradalign.runs import SPEC, safe_name
 from gradalign.runs.compared import comparison_folder
+from gradalign.runs.folder import has_begun
+from gradalign.runs.untrusted import read_optional
 from gradalign.server.all_rounds import Tell
 from gradalign.server.federation import Federation, describe, make_federation
 from gradalign.server.measure import Measure
@@ -35,13 +37,14 @@ if TYPE_CHECKING:
     from gradalign.recipes.spec import Spec
 
 ENGINES = ("local", "flower", "distributed")
+ROUNDS = 50
 
 
 def run(
     task: Task,
     algorithm: Algorithm | ServerRule | Combination,
     *,
-    rounds: int = 50,
+    rounds: int = ROUNDS,
     clients_per_round: int | None = None,
     local: LocalTraining | None = None,
     weights: str = "uniform",
@@ -82,7 +85,7 @@ def run(
         workers: Worker processes; 0 works in this process, None takes one per core. Never changes the result.
         device: Where the model runs.
         out: A folder to write the run to; nothing is written when None. Needs the extra ``gradalign[runs]``.
-        resume: Continue the run that ``out`` holds, if it holds one.
+        resume: Continue the run that ``out`` holds, if it holds one; one that has finished, where it has fewer rounds.
         checkpoint_seconds: How much work a crash may cost: a checkpoint at most this often, 0 for every round.
         progress: Show a progress bar; None shows one in a terminal.
         trackers: Who else is told each row, e.g. ``TensorBoard()`` or an object of your own; see ``Tracker``.
@@ -256,6 +259,8 @@ def compare(
         if out is not None:
             described = {"name": "comparison", "algorithms": list(named), "seeds": numbers}
             stack.enter_context(comparison_folder(Path(out), described, resume=bool(options.get("resume"))))
+            places = [Path(out) / safe_name(name) / f"seed{seed}" for name in named for seed in numbers]
+            _require_length([place for place in places if has_begun(place)], options.get("rounds", ROUNDS))
         for seed in numbers:
             made = task if isinstance(task, Task) else _made(task, seed)
             for name, algorithm in named.items():
@@ -265,6 +270,15 @@ def compare(
                 except DivergedError as error:
                     failures[name, seed] = str(error)
     return Comparison(results=results, failures=failures)
+
+
+def _require_length(places: Sequence[Path], rounds: int) -> None:
+    """Refuse runs of another length: some of them may be able to go on and others not."""
+    for place in places:
+        there = read_optional(place / SPEC).get("rounds")
+        if there != rounds:
+            hint = "choose another out, or go on with each run by run(..., out=..., resume=True)"
+            raise GradalignError(f"{place} holds a run of {there} rounds, not {rounds}; {hint}")
 
 
 def _made(make: Callable[..., Task], seed: int) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
 from gradalign.recipes import Recipe
-from gradalign.recipes.build import build_federation, task_of
+from gradalign.recipes.build import build_algorithm, build_federation, build_local, task_of
 from gradalign.recipes.names import require_used
 from gradalign.recipes.papers import paper_note, papers_accuracy
 from gradalign.recipes.scale import describe_scale
@@ -21,9 +22,11 @@ from gradalign.report import need_packages
 from gradalign.report.budgets import target_of
 from gradalign.report.experiments import Experiment, Group, arrange
 from gradalign.report.statistics import spread_of
-from gradalign.runs import CURVES, SUMMARY, safe_name, write_json
+from gradalign.runs import CURVES, SUMMARY, as_toml, safe_name, write_json
 from gradalign.runs.compared import comparison_folder
+from gradalign.runs.folder import has_begun, refuse_others
 from gradalign.runs.read import Gathered
+from gradalign.server.federation import unlike
 from gradalign.server.measure import Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
 from gradalign.tasks.task import Task
@@ -82,8 +85,16 @@ def claimed_folder(folder: Path, planned: Sequence[Planned], **how: bool) -> Abs
 
 
 def run_comparison(planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None]) -> None:
-    """Run everything in turn; a run that diverges says so in its folder and the others go on."""
+    """Run everything in turn; a run that diverges says so in its folder and the others go on.
+
+    Folders that hold other runs are refused before the first is touched.
+    """
     made: dict[str, Task] = {}
+    for one in planned if options.resume else ():
+        if has_begun(one.folder):
+            algorithm = build_algorithm(one.spec.algorithm, one.spec.server)
+            length_matters = partial(unlike, algorithm, build_local(one.spec.local, algorithm), one.spec.rounds)
+            refuse_others(one.folder, tomllib.loads(as_toml(one.spec.to_dict())), length_matters)
     for one in planned:
         own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
         with suppress(DivergedError):

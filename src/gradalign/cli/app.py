@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 
 Out = Annotated[Path | None, Option(help="Folder to write to (default: a new one under runs/).")]
-Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if it holds anything.")]
+Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if anything; also to more rounds.")]
 Workers = Annotated[
     int | None, Option(min=0, help="Worker processes (default: one per core; 0: none). Never changes results.")
 ]

@@ -167,7 +167,7 @@ class Reproduction:
             self._stamp()
             now = sorted({one.seed for one in planned})[: self.seeds]
             for one in planned:
-                if one.entry in entries and one.seed in now and not outcome.ended(one.folder):
+                if one.entry in entries and one.seed in now and outcome.runs_left([one]):
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
                     self.say(f"{what}; {outcome.time_left(planned)}")
                     bar = rounds_bar(one.spec.rounds) if self.show else nullcontext(lambda label, row: None)

@@ -14,7 +14,7 @@ from gradalign.recipes.spec import Spec
 from gradalign.report.statistics import mean_and_std, spread_of
 from gradalign.reproduce.plan import Experiment
 from gradalign.reproduce.verdicts import COSTS, Verdict, beside_baseline, verdict_row
-from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields
+from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields, is_shorter
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Gathered, Run, Skipped, gather
 from gradalign.runs.untrusted import is_there, read_failure, read_optional, read_spec
@@ -32,10 +32,17 @@ def differing(folder: Path, spec: Spec) -> list[str]:
     return differing_fields(read_spec(folder), wanted) if is_there(folder / SPEC) else []
 
 
+def goes_on(one: Planned) -> bool:
+    """Return whether the run that lies in its folder is this one but for fewer rounds: it goes on."""
+    there = read_spec(one.folder) if is_there(one.folder / SPEC) else {}
+    return is_shorter(there, tomllib.loads(as_toml(one.spec.to_dict())))
+
+
 def refuse_others(planned: Iterable[Planned]) -> None:
     """Refuse folders whose runs are not what is planned now: the list or the chosen settings have changed since."""
     for one in planned:
-        if found := "; ".join(differing(one.folder, one.spec)[:_MOST_TOLD]):
+        found = "; ".join(differing(one.folder, one.spec)[:_MOST_TOLD])
+        if found and not goes_on(one):
             told = f"holds a run with other settings: {found}; remove it, or choose another --out"
             raise GradalignError(f"{one.folder} {told}")
 
@@ -57,7 +64,7 @@ def time_left(planned: Sequence[Planned]) -> str:
     A run of an entry without a round of its own is counted like the slowest run of the others: all have the same to
     spend, and a round with a gradient phase costs two.
     """
-    others = {one.folder for one in planned if differing(one.folder, one.spec)}
+    others = {one.folder for one in planned if differing(one.folder, one.spec) and not goes_on(one)}
     begun = [one for one in planned if is_there(one.folder / METRICS) and one.folder not in others]
     last = {one.folder: rows[-1] for one in begun if (rows := read_metrics(one.folder)) and rows[-1]["round"]}
     done = [(one.entry, last[one.folder]) for one in begun if one.folder in last]

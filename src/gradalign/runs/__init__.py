@@ -152,6 +152,13 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str
     return found
 
 
+def is_shorter(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Return whether two specs differ in nothing but that the old one has fewer rounds."""
+    rounds = old.get("rounds"), new.get("rounds")
+    known = type(rounds[0]) is int and type(rounds[1]) is int and rounds[0] < rounds[1]
+    return known and not differing_fields({**old, "rounds": rounds[1]}, new)
+
+
 def _shown(value: Any) -> str:
     text = "not set" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -10,7 +10,8 @@ from typing import Any
 
 from gradalign.errors import GradalignError
 from gradalign.runs import COMPARISON, SPEC, SWEEP, as_toml, differing_fields, write_toml
-from gradalign.runs.folder import locked, refuse_strangers
+from gradalign.runs.folder import refuse_strangers
+from gradalign.runs.locks import locked
 from gradalign.runs.untrusted import read_table
 
 _LISTS = ("algorithms", "seeds")

@@ -6,22 +6,21 @@ Files are written beside their place, synced and renamed, so each is whole or it
 from __future__ import annotations
 
 import json
-import os
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from gradalign import runs
-from gradalign.errors import DivergedError, FolderInUseError, GradalignError, NotWrittenError, RunEndedError
+from gradalign.errors import DivergedError, GradalignError, NotWrittenError, RunEndedError
 from gradalign.runs import CHECKPOINT, CLASS_COUNTS, FAILURE, METRICS, MODEL, SPEC, SUMMARY, TENSORBOARD, WANDB
 from gradalign.runs import checkpoint as checkpoints
 from gradalign.runs.checkpoint import WHAT_TO_DO, Belongs, digest_of, digest_of_file, digest_of_settings
+from gradalign.runs.locks import locked, unusable
 from gradalign.runs.metrics import LARGEST_METRICS, MetricsFile, rows_in
-from gradalign.runs.untrusted import is_file, is_there, open_file, read_bytes, read_spec, read_table
+from gradalign.runs.untrusted import is_there, read_bytes, read_spec, read_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,71 +28,6 @@ if TYPE_CHECKING:
 DIGESTS = "sha256"
 """Where a summary has the digests of what belongs to it."""
 _MOST_TOLD = 8
-_locks: set[IO[bytes]] = set()
-
-
-def _drop_inherited_locks() -> None:
-    """Close a forked worker's copies: a lock must end with the process that took it, not with its workers."""
-    for lock in _locks:
-        lock.close()
-    _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_inherited_locks)
-
-
-@contextmanager
-def locked(folder: Path, retries: int = 8) -> Iterator[None]:
-    """Make the folder if need be and keep other writers out of it inside the block.
-
-    One that holds it is waited for as long as so many ``retries`` take, fifty a second; the default is for a reader
-    that asks whether anyone writes, and holds the lock for a blink.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unusable(folder, error) from None
-    # Nothing is ever written to the lock: it may be anybody's file under another name.
-    with open_file(folder / runs.LOCK, flags=os.O_RDWR | os.O_CREAT) as lock:
-        try:
-            import fcntl
-        except ImportError:  # not a Unix: nothing to lock with
-            yield
-            return
-        for left in range(retries, -1, -1):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if not left:
-                    raise FolderInUseError(f"another process is writing to {folder}") from None
-                time.sleep(0.02)
-        _locks.add(lock)
-        try:
-            yield
-        finally:
-            _locks.discard(lock)
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a worker forked a moment ago may still hold a copy of the file
-
-
-def is_held(folder: Path) -> bool:
-    """Return whether a process is writing to this folder.
-
-    A shared lock is tried for and dropped at once; a writer that starts in this very moment tries again.
-    """
-    try:
-        import fcntl
-    except ImportError:  # not a Unix: nobody locks, so nobody is known to be gone
-        return True
-    if not is_file(folder / runs.LOCK):  # nobody of us holds a link or a pipe
-        return False
-    try:
-        with open_file(folder / runs.LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (OSError, GradalignError):
-        return is_file(folder / runs.LOCK)  # else it has just gone
-    return False
 
 
 def refuse_strangers(folder: Path, ours: set[str]) -> None:
@@ -105,8 +39,33 @@ def refuse_strangers(folder: Path, ours: set[str]) -> None:
         )
 
 
-def _unusable(folder: Path, error: OSError) -> GradalignError:
-    return GradalignError(f"cannot use {folder} as a run folder: {error.strerror or error}")
+def has_begun(folder: Path) -> bool:
+    """Return whether a folder has anything to lose: a run that failed before its first row may start anew."""
+    metrics = folder / METRICS
+    written = any(is_there(folder / name) for name in (SUMMARY, CHECKPOINT))
+    return is_there(folder / SPEC) and (written or (is_there(metrics) and metrics.lstat().st_size > 0))
+
+
+Unlike = Callable[[int], str | None]
+"""Says in what the first rounds of a run of so many would have been others, if in anything."""
+
+
+def refuse_others(folder: Path, spec: Mapping[str, Any], unlike: Unlike) -> dict[str, Any]:
+    """Return the spec of the run in a folder; raise when it is neither this one nor one that can go on to it."""
+    there = read_spec(folder)
+    if not runs.is_shorter(there, spec):
+        if differing := runs.differing_fields(there, spec):
+            more = f" (and {len(differing) - _MOST_TOLD} more)" if len(differing) > _MOST_TOLD else ""
+            told = "; ".join(differing[:_MOST_TOLD]) + more
+            raise GradalignError(f"{folder} holds a run with other settings: {told}")
+        return there
+    problem = unlike(there["rounds"])
+    if problem is None and not is_there(folder / CHECKPOINT):
+        problem = "what it carries from round to round was not kept"
+    if problem is not None:
+        told = f"holds a run of {there['rounds']:,} rounds that cannot go on to {spec['rounds']:,}: {problem}"
+        raise GradalignError(f"{folder} {told}; remove it, or choose another --out")
+    return there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +93,21 @@ def _resumable() -> Iterator[None]:
 
 
 class RunFolder:
-    """One run's folder, locked against a second writer while it is open."""
+    """One run's folder, locked against a second writer while it is open.
 
-    def __init__(self, path: Path, spec: Mapping[str, Any], *, resume: bool) -> None:
-        self.path = path
+    A run that has fewer rounds and is the same otherwise is gone on with, unless ``unlike`` says in what its rounds so
+    far would have been others.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        spec: Mapping[str, Any],
+        *,
+        resume: bool,
+        unlike: Unlike = lambda rounds: None,
+    ) -> None:
+        self.path, self._unlike = path, unlike
         self._text = runs.as_toml(spec)
         self._spec = tomllib.loads(self._text)
         self._spec_digest = digest_of_settings(self._spec)
@@ -149,13 +119,13 @@ class RunFolder:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise _unusable(path, error) from None
+                raise unusable(path, error) from None
             raise
 
     def _check(self, resume: bool) -> None:
         for left_over in self.path.glob(".*.tmp"):
             runs.remove(left_over)  # of a process that was killed: the lock says that nobody else is here
-        if not (is_there(self.path / SPEC) and self._begun()):
+        if not has_begun(self.path):
             refuse_strangers(self.path, {SPEC, METRICS, CLASS_COUNTS, FAILURE, TENSORBOARD, WANDB})
             runs.remove(self.path / FAILURE)
             runs.write_whole(self.path / SPEC, self._text)
@@ -163,20 +133,22 @@ class RunFolder:
         if not resume:
             problem = "already holds a run; add --resume to continue it, or choose another --out"
             raise GradalignError(f"{self.path} {problem}")
-        there = read_spec(self.path)
-        differing = runs.differing_fields(there, self._spec)
-        if differing:
-            more = f" (and {len(differing) - _MOST_TOLD} more)" if len(differing) > _MOST_TOLD else ""
-            told = "; ".join(differing[:_MOST_TOLD]) + more
-            raise GradalignError(f"{self.path} holds a run with other settings: {told}")
-        self._spec_digest = digest_of_settings(there)  # what a paper says may have been corrected since
+        there = refuse_others(self.path, self._spec, self._unlike)
+        if runs.is_shorter(there, self._spec):
+            self._lengthen(there)
+        else:
+            self._spec_digest = digest_of_settings(there)  # what a paper says may have been corrected since
         runs.remove(self.path / FAILURE)
 
-    def _begun(self) -> bool:
-        """Return whether there is anything to lose: a run that failed before its first row may start anew."""
-        metrics = self.path / METRICS
-        ended = is_there(self.path / SUMMARY) or is_there(self.path / CHECKPOINT)
-        return ended or (is_there(metrics) and metrics.lstat().st_size > 0)
+    def _lengthen(self, there: Mapping[str, Any]) -> None:
+        """Give a run more rounds. At any moment in between it is one that has not finished, and goes on."""
+        file = self.path / CHECKPOINT
+        (tensors, note), belongs = checkpoints.load_checkpoint(file, lambda tensors, note: (tensors, note))
+        ours = (digest_of_settings(there), self._spec_digest)
+        self._require(CHECKPOINT, belongs.spec in ours, "belongs to a run with other settings")
+        runs.remove(self.path / SUMMARY)
+        checkpoints.save_noted(file, tensors, {**note, "spec": self._spec_digest})
+        runs.write_whole(self.path / SPEC, self._text)
 
     def _require(self, name: str, fits: bool, problem: str) -> None:
         if not fits:
@@ -262,11 +234,17 @@ class RunFolder:
             checkpoints.save_noted(self.path / runs.BEST, _whole(model), {"round": round_index})
 
     def finish(
-        self, model: Mapping[str, Tensor], summary: Mapping[str, Any], clients: Mapping[str, Any] | None = None
+        self,
+        model: Mapping[str, Tensor],
+        summary: Mapping[str, Any],
+        clients: Mapping[str, Any] | None = None,
+        *,
+        keep_state: bool = False,
     ) -> dict[str, Any]:
         """Write the model, then the summary, whose presence says that the run is complete; return the summary.
 
-        It has the digests by which a resumed run knows that the settings and all files are as they were.
+        It has the digests by which a resumed run knows that the settings and all files are as they were. With
+        ``keep_state`` the checkpoint stays, and the run may be given more rounds later.
         """
         with _resumable():
             self._metrics.sync()
@@ -281,7 +259,8 @@ class RunFolder:
             digests[SUMMARY] = digest_of_settings(as_read)
             whole = {**summary, DIGESTS: digests}
             runs.write_json(self.path / SUMMARY, whole)
-            runs.remove(self.path / CHECKPOINT)
+            if not keep_state:
+                runs.remove(self.path / CHECKPOINT)
         return whole
 
     def close(self) -> None:

@@ -154,7 +154,10 @@ class AllRounds:
         if self.folder is not None:
             with stopping.held():
                 table = None if clients is None else clients.to_table()
-                summary = self.folder.finish(model.state_dict(), summary, table)
+                keep = not state.kept  # a vector per client may be much; all else is little beside the model
+                if keep:
+                    self._save(state)
+                summary = self.folder.finish(model.state_dict(), summary, table, keep_state=keep)
         return Result(
             history=columns(self.rows),
             summary=summary,

@@ -101,6 +101,14 @@ class Federation:
         )
 
 
+def unlike(algorithm: Combination, local: LocalTraining, one: int, other: int) -> str | None:
+    """Return in what the first rounds of runs of two lengths differ; None where in nothing."""
+    if algorithm.over(one) != algorithm.over(other):
+        return f"what {algorithm.label} does in a round depends on how long the run is"
+    differs = spanning(local.lr, one) != spanning(local.lr, other)
+    return "local.lr depends on how long the run is" if differs else None
+
+
 def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
     """Hold the algorithms that are defined for one step a round to it."""
     if not algorithm.one_step:

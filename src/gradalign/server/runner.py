@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.all_rounds import AllRounds, Tell, columns, model_at
 from gradalign.server.clients import ClientResults
-from gradalign.server.federation import Federation
+from gradalign.server.federation import Federation, unlike
 from gradalign.server.measure import Measure, Row, require_measurable
 from gradalign.server.monitor import OnRound
 from gradalign.server.result import Result
@@ -113,7 +114,9 @@ def conduct(
         folder = None
         if info.folder is not None:
             require_writable(federation.task.make_model(seed))
-            folder = stack.enter_context(RunFolder(info.folder, spec, resume=options.resume))
+            length_matters = partial(unlike, federation.algorithm, federation.local, rounds)
+            opened = RunFolder(info.folder, spec, resume=options.resume, unlike=length_matters)
+            folder = stack.enter_context(opened)
 
         def begin(rows: list[Row]) -> Tell:
             trackers.start(replace(info, earlier=rows))

@@ -22,7 +22,7 @@ from sqlalchemy.exc import DatabaseError
 from gradalign.errors import FolderInUseError, GradalignError
 from gradalign.runs import SWEEP, differing_fields, writing
 from gradalign.runs.compared import claim
-from gradalign.runs.folder import locked
+from gradalign.runs.locks import locked
 from gradalign.runs.untrusted import is_file, is_there
 
 JOURNAL = "study.journal"

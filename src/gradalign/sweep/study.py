@@ -32,7 +32,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from gradalign.errors import NotWrittenError
 from gradalign.runs import SWEEP_WORKERS
-from gradalign.runs.folder import is_held, locked
+from gradalign.runs.locks import is_held, locked
 from gradalign.seeding import Purpose, stream_seed
 from gradalign.sweep.grid import Point, Value, ordered
 from gradalign.sweep.protocol import Outcome, Stage, State

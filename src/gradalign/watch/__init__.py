@@ -18,7 +18,7 @@ from gradalign.errors import GradalignError, shown_text
 from gradalign.recipes import found
 from gradalign.recipes.trust import outside_names
 from gradalign.runs import COMPARISON, METRICS, SPEC, SUMMARY, SWEEP, SWEEP_WORKERS, TRIALS, safe_name
-from gradalign.runs.folder import is_held
+from gradalign.runs.locks import is_held
 from gradalign.runs.metrics import MetricsTail
 from gradalign.runs.untrusted import UnreadableError, is_file, is_there, read_failure, read_optional, read_table
 
