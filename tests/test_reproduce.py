@@ -24,6 +24,7 @@ from gradalign.reproduce.conduct import Reproduction
 from gradalign.reproduce.outcome import time_left, verdict_table, verdict_words
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, read_plan
 from gradalign.reproduce.verdicts import Claim, beside_baseline, judge
+from gradalign.runs import is_shorter
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
 from gradalign.server.runner import RunOptions
@@ -425,6 +426,35 @@ def test_runs_go_on_when_the_plan_has_become_longer():
         rows = [read_metrics(Path(out, "tiny/runs", entry, "seed0")) for out in ("out", "fresh")]
         assert [own[-1]["round"] for own in rows] == [rounds, rounds]
         assert rows[0][-1] | {"seconds": 0} == rows[1][-1] | {"seconds": 0}
+
+
+def test_a_longer_run_may_be_measured_as_a_shorter_one_was():
+    plan = {one.name: one for one in read_plan()}["emnist-one-class"]
+    short = plan.scales["medium"]
+    assert short.measured_as is None
+    longer = short.model_copy(update={"budget": 3 * short.budget, "measured_as": short.budget})
+    for entry, rounds in (("fedga", short.budget // 2), ("fedavg", short.budget)):
+        specs = [
+            plan.model_copy(update={"scales": {"medium": scale}}).recipe_at("medium", {}).spec_for(entry, 0).to_dict()
+            for scale in (short, longer)
+        ]
+        assert [spec["rounds"] for spec in specs] == [rounds, 3 * rounds]
+        assert is_shorter(*specs), "nothing else differs"
+        assert not is_shorter(*reversed(specs))
+    trial = plan.model_copy(update={"scales": {"medium": longer}}).recipe_at("medium", {}, 120).spec_for("fedavg", 0)
+    assert (trial.rounds, trial.measure.test_every) == (120, 2)  # a sixtieth
+
+
+def test_small_has_mediums_lists_and_settings_where_it_says_nothing():
+    for one in read_plan():
+        small, medium = one.at("small"), one.at("medium")
+        assert small.settings == medium.settings
+        assert small.budget <= medium.budget
+        assert (small.hours or 0.0) <= (medium.hours or 0.0)
+        if medium.tune is not None:
+            assert small.tune.lists == medium.tune.lists
+            assert small.tune.budget <= medium.tune.budget
+    assert sum(one.at("small").hours for one in read_plan()) <= 12, "an evening on two cores"
 
 
 @pytest.mark.usefixtures("_tiny")

@@ -20,7 +20,7 @@ def reproduce(
         list[str] | None, Argument(metavar="[NAME]…", help="Experiments of the list (default: all).")
     ] = None,
     scale: str = Option(
-        "small", metavar="small|medium|paper", help="About 16 hours on two cores, some days, some weeks."
+        "small", metavar="small|medium|paper", help="On two cores an evening, a day or two, some weeks."
     ),
     out: Path = Option(Path("reproduction"), help="Folder to write to; the same command goes on with what is there."),
     only: str | None = Option(None, help="Run only these entries of the experiments, e.g. fedga,fedavg."),

@@ -46,10 +46,12 @@ class ScaledExperiment(Section):
 
     Attributes:
         budget: How long runs are, counted as the experiment's ``equal`` says.
+        measured_as: Another length, whose measuring runs have: then runs of that one can go on to this.
         hours: About what all of it takes on one core, measured once, for the list.
     """
 
     budget: Count
+    measured_as: Count | None = None
     seeds: Seeds = 3
     hours: float | None = None
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -59,6 +61,8 @@ class ScaledExperiment(Section):
 
 class Experiment(Section):
     """One entry of the list; in the file, ``like`` names another whose algorithms, claims and lists it has.
+
+    There, what the scale small leaves out is as in medium.
 
     Attributes:
         algorithms: The entries in the order of their worth: each group is run with all seeds before the next.
@@ -118,7 +122,8 @@ class Experiment(Section):
         given = {name: apply_point(tables, points[name]) for name, tables in given.items()}
         recipe = replace(base, data=data, compare=base.compare.model_copy(update={"settings": given}))
         specs = {name: recipe.spec_for(name, 0) for name in names}
-        given = {name: merge(given[name], self._length(spec, budget or own.budget)) for name, spec in specs.items()}
+        lengths = (budget or own.budget, budget or own.measured_as or own.budget)
+        given = {name: merge(given[name], self._length(spec, *lengths)) for name, spec in specs.items()}
         about: dict[str, Any] = {"algorithms": self.entry_names(), "seeds": own.seeds, "settings": given}
         return replace(recipe, compare=base.compare.model_copy(update=about))
 
@@ -129,12 +134,15 @@ class Experiment(Section):
         own |= {"K", "epochs"} if own & {"K", "epochs"} else set()
         return {name: value for name, value in point.items() if name not in own}
 
-    def _length(self, spec: Spec, budget: int) -> dict[str, Any]:
-        rounds = max(1, budget // (spec.local.steps or 1)) if self.equal == "steps" else budget
+    def _length(self, spec: Spec, budget: int, measured_as: int) -> dict[str, Any]:
+        rounds, measured = self._rounds(spec, budget), self._rounds(spec, measured_as)
+        train = max(1, measured // self.train_points) if self.train_points else 0
+        return {"rounds": rounds, "measure": {"test_every": max(1, measured // _POINTS), "train_every": train}}
+
+    def _rounds(self, spec: Spec, budget: int) -> int:
         if self.equal == "communication":
-            rounds = rounds_within(budget, build_algorithm(spec.algorithm, spec.server))
-        train = max(1, rounds // self.train_points) if self.train_points else 0
-        return {"rounds": rounds, "measure": {"test_every": max(1, rounds // _POINTS), "train_every": train}}
+            return rounds_within(budget, build_algorithm(spec.algorithm, spec.server))
+        return max(1, budget // (spec.local.steps or 1)) if self.equal == "steps" else budget
 
 
 def read_plan(path: Path | None = None) -> list[Experiment]:
@@ -144,7 +152,7 @@ def read_plan(path: Path | None = None) -> list[Experiment]:
     if not isinstance(tables, list) or not tables:
         raise GradalignError(f"{path.name} has no [[experiment]]")
     found = [
-        checked(Experiment, _whole(table, tables, path.name), f"{path.name}: experiment {n}")
+        checked(Experiment, _with_small(_whole(table, tables, path.name)), f"{path.name}: experiment {n}")
         for n, table in enumerate(tables, start=1)
     ]
     names = [one.name for one in found]
@@ -172,6 +180,14 @@ def _whole(table: Any, tables: Sequence[Any], where: str) -> Any:
     taken = {key: value for key, value in model.items() if key not in ("settings", "provenance")}
     scales = own.get("scales", taken.get("scales", {}))  # whose lists are for other data would not be known to be
     return merge(taken | {"scales": {name: taken.get("scales", {}).get(name, {}) for name in scales}}, own)
+
+
+def _with_small(table: Any) -> Any:
+    """Return an experiment's table with what its small scale leaves out: that is as in its medium one."""
+    scales = table.get("scales") if isinstance(table, Mapping) else None
+    if not isinstance(scales, Mapping) or not all(isinstance(scales.get(one), Mapping) for one in ("small", "medium")):
+        return table
+    return {**table, "scales": {**scales, "small": merge(scales["medium"], scales["small"])}}
 
 
 def scale_of(name: str) -> Scale:
