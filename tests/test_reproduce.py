@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -543,14 +545,55 @@ def test_a_plan_with_mistakes_is_refused(tmp_path):
     assert refused(lambda list_: list_.clear()) == "own.toml has no [[experiment]]"
 
 
-def test_the_page_of_results_says_what_its_numbers_say():
-    """Verdicts on the page are those of the kept seeds by the plan's rules, as the plan has them now."""
-    place = Path(__file__).parent.parent / "docs" / "evidence" / "verdicts.py"
-    spec = importlib.util.spec_from_file_location("evidence_verdicts", place)
+def evidence_script(name: str):
+    """Return one of the scripts that make the pages' numbers."""
+    place = Path(__file__).parent.parent / "docs" / "evidence" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"evidence_{name}", place)
     assert spec is not None
     assert spec.loader is not None
-    evidence = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(evidence)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def numbers_in(words: str) -> list[float]:
+    return [float(word.replace("−", "-")) for word in re.findall(r"[+−]?[0-9.]+", words)]
+
+
+def test_the_page_of_forms_says_what_its_numbers_say():
+    """Means, deviations and differences on the page follow from the kept seeds' accuracies."""
+    forms = evidence_script("forms")
+    page = (forms.HERE.parent / "communication.md").read_text(encoding="utf-8")
+    kept = json.loads((forms.HERE / "forms.json").read_text(encoding="utf-8"))
+    assert [one["name"] for one in kept["experiments"]] == list(forms.TITLES)
+    compared = 0
+    for one in kept["experiments"]:
+        section = page.partition(f"### {forms.TITLES[one['name']]} (")[2].partition("\n#")[0]
+        cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+        told = {row[0]: row[1:] for row in cells if "diverged" not in row[1]}
+        rows = {forms.NAMES[row["name"]]: row for row in one["algorithms"] if len(row["scores"]) > 2}
+        assert told.keys() == rows.keys()
+        plain = rows["FedAvg"]["scores"]
+        for name, row in rows.items():
+            own = row["scores"]
+            mean, deviation, count = numbers_in(told[name][0])
+            assert mean == pytest.approx(statistics.fmean(own), abs=0.006), (one["name"], name)  # three digits are kept
+            assert deviation == pytest.approx(statistics.stdev(own), abs=0.006)
+            assert count == len(own)
+            if name == "FedAvg":
+                continue
+            assert told[name][1:4] == [forms.signed(**row["difference"][at]) for at in forms.COSTS]
+            # A fresh β that sets itself ends a communication early: FedAvg's last measurement is not compared there.
+            if row["name"] != "fedga-fresh-auto":
+                found = difference(own, plain)
+                assert numbers_in(told[name][1]) == pytest.approx([found.value, found.margin], abs=0.006), name
+                compared += 1
+    assert compared > 40
+
+
+def test_the_page_of_results_says_what_its_numbers_say():
+    """Verdicts on the page are those of the kept seeds by the plan's rules, as the plan has them now."""
+    evidence = evidence_script("verdicts")
     found = json.loads(evidence.KEPT.read_text(encoding="utf-8"))
     page = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.filled(page, found) == page
