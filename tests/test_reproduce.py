@@ -157,6 +157,7 @@ def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
     )
     assert time_left(runs).startswith("1 of 3 runs left, about 0:00:08")
     longer = [planned("fedavg", 0, 6), *runs[1:]]  # the four rounds that are there go on
+    (tmp_path / "fedavg" / "seed0" / "checkpoint.safetensors").touch()
     assert time_left(longer) == "2 of 3 runs left, about 0:00:09 at the speed so far"
     shorter = [planned("fedavg", 0, 3), *runs[1:]]  # what lies there, of four rounds, is not what is planned now
     words = "2 of 3 runs left (1 in whose place there is one with other settings), about 0:00:10 at the speed so far"
@@ -430,6 +431,29 @@ def test_runs_go_on_when_the_plan_has_become_longer():
         assert rows[0][-1] | {"seconds": 0} == rows[1][-1] | {"seconds": 0}
 
 
+@pytest.mark.usefixtures("_tiny")
+def test_an_experiment_becomes_longer_as_a_whole_or_not_at_all():
+    """A run of one's last group that cannot go on is told before those of the first are touched."""
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][0] |= {"algorithms": [["fedga", "fedavg"], ["own"]], "claims": []}
+    plan["experiment"][0]["entries"] = {"own": {"algorithm": {"name": "fedga", "beta": "auto"}}}
+    del plan["experiment"][0]["scales"]["small"]["tune"], plan["experiment"][1]
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    call(*WORDS, "--seeds", "1")
+    done = stamps()
+    plan["experiment"][0]["scales"]["small"]["budget"] = 12
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    result = call(*WORDS, "--seeds", "1", code=2)
+    assert "own/seed0 holds a run of 8 rounds that cannot go on to 12: what fedga does in a round" in result.stderr
+    assert result.stderr.strip().endswith("; remove it, or choose another --out")
+    assert stamps() == done
+    state = json.loads(call(*WORDS, "--list", "--json").stdout)
+    assert state[0]["left"].startswith("6 of 6 runs left (1 in whose place there is one with other settings)")
+    shutil.rmtree("out/tiny/runs/own")
+    call(*WORDS, "--seeds", "1")
+    assert not set(done.items()) & set(stamps().items())
+
+
 def test_a_longer_run_may_be_measured_as_a_shorter_one_was():
     plan = {one.name: one for one in read_plan()}["emnist-one-class"]
     short = plan.scales["medium"]
@@ -457,6 +481,21 @@ def test_small_has_mediums_lists_and_settings_where_it_says_nothing():
             assert small.tune.lists == medium.tune.lists
             assert small.tune.budget <= medium.tune.budget
     assert sum(one.at("small").hours for one in read_plan()) <= 12, "an evening on two cores"
+
+
+def test_a_plans_own_small_scale_stays_its_own(tmp_path):
+    lists = {"fedga": {"lr": [0.1], "beta": [0.1]}}
+    medium = {"budget": 500, "measured_as": 50, "seeds": 9, "hours": 7.0, "settings": {"local": {"lr": 0.3}}}
+    medium["tune"] = {"budget": 100, "lists": lists, "base": "fedga"}
+    small = {"budget": 30, "tune": {"budget": 5, "lists": {"fedavg": {"lr": [0.2]}}}}
+    for own, tuned in ((small, "fedavg"), ({"budget": 30}, None), ({"budget": 30, "tune": {"budget": 5}}, "fedga")):
+        one = {"name": "a", "title": "a", "recipe": "digits", "algorithms": [["fedga"]]}
+        table = {"experiment": [{**one, "scales": {"small": own, "medium": medium}}]}
+        (tmp_path / "own.toml").write_bytes(tomli_w.dumps(table).encode())
+        found = read_plan(tmp_path / "own.toml")[0].at("small")
+        assert (found.budget, found.seeds, found.hours, found.measured_as) == (30, 3, None, None)
+        assert found.settings == {"local": {"lr": 0.3}}
+        assert (None if found.tune is None else (found.tune.budget, *found.tune.lists)) == (tuned and (5, tuned))
 
 
 @pytest.mark.usefixtures("_tiny")

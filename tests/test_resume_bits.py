@@ -140,6 +140,11 @@ def test_measuring_changes_no_bit_of_a_cohort(algorithm):
 
 # More rounds
 
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != ".lock"}
+
+
 WITHOUT_CLIENTS_VECTORS = {
     "fedga": ga.FedGA(beta=0.2),
     "running and momentum": ga.FedGA(beta=0.2, mean="running") + ga.FedAvgM(lr=1.0, momentum=0.5),
@@ -173,24 +178,84 @@ def test_an_interrupted_run_may_be_given_more_rounds_too(tmp_path):
     assert torch.equal(vector(longer), vector(ga.run(blobs(), KEPT, rounds=5, **SOME)))
 
 
-@pytest.mark.parametrize("fatal", ["remove", "save_noted", "write_whole"])
-def test_a_run_that_dies_while_it_is_given_more_rounds_goes_on(tmp_path, monkeypatch, fatal):
-    whole = [ga.run(blobs(), ga.FedGA(beta=0.2), rounds=rounds, **SOME) for rounds in (2, 4)]
-    run = {"out": tmp_path, "resume": True, **SOME}
-    ga.run(blobs(), ga.FedGA(beta=0.2), rounds=2, **run)
+class Dies(Stops):
+    """Ends the process's work at the first row."""
 
-    def dies(*_: object, **__: object) -> None:
+    def log(self, *_: object) -> None:
         raise KeyboardInterrupt
 
+
+@pytest.mark.parametrize("fatal", ["remove", "write_whole", "first row"])
+def test_a_run_that_dies_while_it_is_given_more_rounds_goes_on(tmp_path, monkeypatch, fatal):
+    whole = {rounds: ga.run(blobs(), ga.FedGA(beta=0.2), rounds=rounds, **SOME) for rounds in (2, 4, 6)}
+    run = {"out": tmp_path, "resume": True, **SOME}
+    ga.run(blobs(), ga.FedGA(beta=0.2), rounds=2, **run)
+    before = contents(tmp_path)
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    trackers = [Dies()] if fatal == "first row" else []
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint if fatal == "save_noted" else runs, fatal, dies)
+        if not trackers:
+            patched.setattr(runs, fatal, dies)
         with pytest.raises(KeyboardInterrupt):
-            ga.run(blobs(), ga.FedGA(beta=0.2), rounds=4, **run)
-    if fatal != "write_whole":  # the shorter one can still be had
-        assert torch.equal(vector(whole[0]), vector(ga.run(blobs(), ga.FedGA(beta=0.2), rounds=2, **run)))
-    assert torch.equal(vector(whole[1]), vector(ga.run(blobs(), ga.FedGA(beta=0.2), rounds=4, **run)))
+            ga.run(blobs(), ga.FedGA(beta=0.2), rounds=4, trackers=trackers, **run)
+    if fatal == "remove":
+        assert contents(tmp_path) == before
+    for rounds in (*([] if trackers else [2]), 4, 6):  # the shorter one, until the longer one has a row
+        found = ga.run(blobs(), ga.FedGA(beta=0.2), rounds=rounds, **run)
+        assert torch.equal(vector(whole[rounds]), vector(found))
 
 
+def test_nothing_is_touched_before_the_longer_run_has_something_to_write(tmp_path):
+    """A metrics file that was changed, a tracker that cannot start: the finished run stays finished."""
+    ga.run(blobs(), ga.FedAvg(), rounds=2, out=tmp_path, **SOME)
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    before = contents(tmp_path)
+
+    class Unable(Stops):
+        def start(self, *_: object) -> None:
+            raise ga.GradalignError("no network")
+
+    with pytest.raises(ga.GradalignError, match="no network"):
+        ga.run(blobs(), ga.FedAvg(), rounds=4, out=tmp_path, resume=True, trackers=[Unable()], **SOME)
+    assert contents(tmp_path) == before
+    (tmp_path / "metrics.jsonl").write_bytes(metrics.replace(b'"sampled": 3', b'"sampled": 2'))
+    damaged = contents(tmp_path)
+    with pytest.raises(ga.GradalignError, match=r"metrics.jsonl lacks rows .* or they were changed"):
+        ga.run(blobs(), ga.FedAvg(), rounds=4, out=tmp_path, resume=True, **SOME)
+    assert contents(tmp_path) == damaged
+
+
+def test_a_run_that_was_ended_from_outside_is_over(tmp_path, monkeypatch):
+    """Whoever ended it cannot be asked again: not when its last files were not written, and not for more rounds."""
+    run = {"out": tmp_path, **SOME}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run |= {"rounds": 9, "on_round": lambda row: row["round"] == 3, "checkpoint_seconds": 1e6}
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_tensors", full)
+        with pytest.raises(OSError, match="No space left"):
+            ga.run(blobs(), ga.FedAvg(), **run)
+    assert not (tmp_path / "checkpoint.safetensors").exists()
+    stopped = ga.run(blobs(), ga.FedAvg(), resume=True, **run)
+    assert stopped.summary["rounds"] == 3
+    with pytest.raises(ga.GradalignError, match="a run of 9 rounds that cannot go on to 12: what it carries"):
+        ga.run(blobs(), ga.FedAvg(), resume=True, **{**run, "rounds": 12, "on_round": None})
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_with_more_rounds(tmp_path):
+    ga.run(blobs(), ga.FedGA(), rounds=2, out=tmp_path, **SOME)
+    for name in ("summary.json", "checkpoint.safetensors", "model.safetensors"):
+        (tmp_path / name).unlink(missing_ok=True)
+    found = ga.run(blobs(), ga.FedGA(), rounds=4, out=tmp_path, resume=True, **SOME)
+    assert torch.equal(vector(found), vector(ga.run(blobs(), ga.FedGA(), rounds=4, **SOME)))
+
+
+STOPS = {"early_stopping": {"patience": 5}}
 COSINE = ga.LocalTraining(lr=ga.Cosine(value=0.1), epochs=1, batch_size=4)
 
 
@@ -200,6 +265,7 @@ COSINE = ga.LocalTraining(lr=ga.Cosine(value=0.1), epochs=1, batch_size=4)
         (KEPT, {}, {}, "that cannot go on to 4: what it carries from round to round was not kept"),
         (ga.FedGA(), {}, {}, "that cannot go on to 4: what fedga does in a round depends on how long"),
         (ga.FedAvg(), {"local": COSINE}, {"local": COSINE}, "to 4: local.lr depends on how long the run is"),
+        (ga.FedAvg(), STOPS, STOPS, "to 4: early stopping may have ended it elsewhere"),
         (ga.FedAvg(), {}, {"seed": 1}, r"holds a run with other settings: rounds \(2 there, 4 now\); seed"),
         (ga.FedAvg(), {"rounds": 5}, {}, r"holds a run with other settings: rounds \(5 there, 4 now\)"),
     ],
@@ -210,10 +276,6 @@ def test_what_cannot_go_on_is_told_and_left_as_it_is(tmp_path, algorithm, first,
     with pytest.raises(ga.GradalignError, match=words):
         ga.run(blobs(), algorithm, out=tmp_path, resume=True, **{**SOME, "rounds": 4, **then})
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != ".lock"}
 
 
 def test_a_comparison_goes_on_as_a_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from optuna.trial import TrialState, create_trial
 
 from gradalign.errors import FolderInUseError, GradalignError, NotWrittenError
 from gradalign.recipes import load_recipe, shipped_recipes
+from gradalign.recipes.spec import Spec, SweepSpec
 from gradalign.runs.locks import locked
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid, scheduled
 from gradalign.sweep.plan import SweepPlan
@@ -210,6 +211,14 @@ def test_lists_of_other_algorithms_and_of_the_command_line():
         "K": [3],
         "batch": ["whole", 8],
     }
+
+
+@pytest.mark.parametrize("algorithm", ["fedinit", "fedga+fedinit", "scaffold"])
+def test_a_beta_that_must_be_a_number_has_no_schedule(algorithm):
+    spec = Spec.model_validate({"algorithm": {"name": algorithm}})
+    assert "beta_schedule" not in choose_lists(spec, SweepSpec(beta_schedule=["constant", "cosine"]), {})
+    with pytest.raises(GradalignError, match="has no such parameter"):
+        choose_lists(spec, SweepSpec(), {"beta_schedule": ["constant", "cosine"]})
 
 
 def test_the_test_set_stops_no_run_and_keeps_no_model():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+import tomli_w
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from scipy import stats
@@ -21,7 +22,9 @@ from scipy import stats
 from conftest import hear_ctrl_c
 from gradalign.recipes import load_recipe, read_recipe
 from gradalign.runs.metrics import read_metrics
+from gradalign.sweep.plan import plan_sweep
 from gradalign.sweep.protocol import Found, Outcome, Scoring
+from gradalign.sweep.results import best_recipe
 from gradalign.sweep.verdict import compare_with_baseline
 from test_cli import call
 
@@ -88,6 +91,7 @@ def test_a_sweep_leaves_everything_behind(whole):
     summary = json.loads((folder / "summary.json").read_text())
     assert [row["chosen"] for row in summary["finalists"]].count(True) == 1
     assert "±" in result.stdout
+    assert not [*folder.rglob("checkpoint.safetensors")], "no trial is given more rounds"
 
 
 def test_a_sweep_can_be_reported_and_watched(whole):
@@ -187,6 +191,16 @@ def test_the_best_values_run_and_compare(whole):
     assert (spec.local.lr, spec.local.steps) == (float(baseline["lr"]), int(baseline["K"]))
     assert recipe.spec().local.steps == values["K"]
     assert "sweep" not in read_recipe(folder / "best.toml")
+
+
+def test_the_best_values_compare_at_equal_communication_where_a_schedule_won(tmp_path):
+    """20 rounds, half of them with a gradient phase, are 30 communications."""
+    recipe = load_recipe("digits", ["rounds=20"])
+    plan = plan_sweep(recipe, "fedga", {}, sampler="grid", trials=None, test_beta=False)
+    best = {"lr": 0.2, "K": 5, "beta": 0.3, "beta_schedule": "off-until 0.5"}
+    (tmp_path / "best.toml").write_bytes(tomli_w.dumps(best_recipe(plan, best, {"lr": 0.1, "K": 5})).encode())
+    found = load_recipe(str(tmp_path / "best.toml"))
+    assert (found.spec_for("fedga", 0).rounds, found.spec_for("fedavg", 0).rounds) == (20, 30)
 
 
 def test_it_ends_with_the_tuned_baseline_at_as_much_communication(whole):

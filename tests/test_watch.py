@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from conftest import hear_ctrl_c
+import gradalign as ga
+from conftest import blobs, hear_ctrl_c
 from gradalign.cli.app import app
 from gradalign.runs.folder import RunFolder
 from gradalign.runs.locks import is_held, locked
@@ -205,6 +206,24 @@ def test_looking_at_the_lock_never_turns_a_writer_away(tmp_path):
 
 
 # The command
+
+
+def test_a_run_that_is_given_more_rounds_is_followed_to_its_new_end(tmp_path):
+    run = {"out": tmp_path, "workers": 0, "resume": True}
+    ga.run(blobs(), ga.FedAvg(), rounds=2, **run)
+    followed = Followed(tmp_path, entry="fedavg")
+    followed.poll()
+    assert (followed.state, followed.round, followed.rounds) == ("complete", 2, 2)
+    heard = []
+
+    def look(row: dict) -> None:
+        followed.poll()
+        heard.append((followed.state, followed.round, followed.rounds))
+
+    ga.run(blobs(), ga.FedAvg(), rounds=5, on_round=look, **run)
+    assert heard == [("complete", 2, 2), ("running", 3, 5), ("running", 4, 5)], "a row is told before it is written"
+    followed.poll()
+    assert (followed.state, followed.round, followed.rounds) == ("complete", 5, 5)
 
 
 def test_one_frame_of_a_run_and_the_command_it_names_works(tmp_path):

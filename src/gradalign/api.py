@@ -276,7 +276,7 @@ def _require_length(places: Sequence[Path], rounds: int) -> None:
     """Refuse runs of another length: some of them may be able to go on and others not."""
     for place in places:
         there = read_optional(place / SPEC).get("rounds")
-        if there != rounds:
+        if there not in (None, rounds):
             hint = "choose another out, or go on with each run by run(..., out=..., resume=True)"
             raise GradalignError(f"{place} holds a run of {there} rounds, not {rounds}; {hint}")
 

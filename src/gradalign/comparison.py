@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from gradalign.runs.compared import comparison_folder
 from gradalign.runs.folder import has_begun, refuse_others
 from gradalign.runs.read import Gathered
 from gradalign.server.federation import unlike
-from gradalign.server.measure import Row, rounds_to, versions
+from gradalign.server.measure import Measure, Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
 from gradalign.tasks.task import Task
 
@@ -84,17 +84,24 @@ def claimed_folder(folder: Path, planned: Sequence[Planned], **how: bool) -> Abs
     return comparison_folder(folder, description, **how)
 
 
+def refuse_other_runs(planned: Iterable[Planned]) -> None:
+    """Refuse folders in which another run lies than the planned one, or one that cannot go on to its length."""
+    for one in planned:
+        if has_begun(one.folder):
+            algorithm = build_algorithm(one.spec.algorithm, one.spec.server)
+            local, measure = build_local(one.spec.local, algorithm), Measure(**one.spec.measure.model_dump())
+            length_matters = partial(unlike, algorithm, local, measure, one.spec.rounds)
+            refuse_others(one.folder, tomllib.loads(as_toml(one.spec.to_dict())), length_matters)
+
+
 def run_comparison(planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None]) -> None:
     """Run everything in turn; a run that diverges says so in its folder and the others go on.
 
     Folders that hold other runs are refused before the first is touched.
     """
     made: dict[str, Task] = {}
-    for one in planned if options.resume else ():
-        if has_begun(one.folder):
-            algorithm = build_algorithm(one.spec.algorithm, one.spec.server)
-            length_matters = partial(unlike, algorithm, build_local(one.spec.local, algorithm), one.spec.rounds)
-            refuse_others(one.folder, tomllib.loads(as_toml(one.spec.to_dict())), length_matters)
+    if options.resume:
+        refuse_other_runs(planned)
     for one in planned:
         own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
         with suppress(DivergedError):

@@ -8,13 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
-from gradalign.comparison import Planned
+from gradalign.comparison import Planned, refuse_other_runs
 from gradalign.errors import GradalignError, shown_text
 from gradalign.recipes.spec import Spec
 from gradalign.report.statistics import mean_and_std, spread_of
 from gradalign.reproduce.plan import Experiment
 from gradalign.reproduce.verdicts import COSTS, Verdict, beside_baseline, verdict_row
-from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields, is_shorter
+from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Gathered, Run, Skipped, gather
 from gradalign.runs.untrusted import is_there, read_failure, read_optional, read_spec
@@ -32,19 +32,22 @@ def differing(folder: Path, spec: Spec) -> list[str]:
     return differing_fields(read_spec(folder), wanted) if is_there(folder / SPEC) else []
 
 
-def goes_on(one: Planned) -> bool:
-    """Return whether the run that lies in its folder is this one but for fewer rounds: it goes on."""
-    there = read_spec(one.folder) if is_there(one.folder / SPEC) else {}
-    return is_shorter(there, tomllib.loads(as_toml(one.spec.to_dict())))
+def _is_other(one: Planned) -> bool:
+    """Return whether another run lies in its folder, and not one that goes on to its length."""
+    try:
+        refuse_other_runs([one])
+    except GradalignError:
+        return True
+    return False
 
 
 def refuse_others(planned: Iterable[Planned]) -> None:
     """Refuse folders whose runs are not what is planned now: the list or the chosen settings have changed since."""
-    for one in planned:
-        found = "; ".join(differing(one.folder, one.spec)[:_MOST_TOLD])
-        if found and not goes_on(one):
-            told = f"holds a run with other settings: {found}; remove it, or choose another --out"
-            raise GradalignError(f"{one.folder} {told}")
+    try:
+        refuse_other_runs(planned)
+    except GradalignError as error:
+        hint = "; remove it, or choose another --out"
+        raise GradalignError(str(error).removesuffix(hint) + hint) from None
 
 
 def runs_left(planned: Sequence[Planned]) -> list[Planned]:
@@ -64,7 +67,7 @@ def time_left(planned: Sequence[Planned]) -> str:
     A run of an entry without a round of its own is counted like the slowest run of the others: all have the same to
     spend, and a round with a gradient phase costs two.
     """
-    others = {one.folder for one in planned if differing(one.folder, one.spec) and not goes_on(one)}
+    others = {one.folder for one in planned if _is_other(one)}
     begun = [one for one in planned if is_there(one.folder / METRICS) and one.folder not in others]
     last = {one.folder: rows[-1] for one in begun if (rows := read_metrics(one.folder)) and rows[-1]["round"]}
     done = [(one.entry, last[one.folder]) for one in begun if one.folder in last]

@@ -62,7 +62,7 @@ class ScaledExperiment(Section):
 class Experiment(Section):
     """One entry of the list; in the file, ``like`` names another whose algorithms, claims and lists it has.
 
-    There, what the scale small leaves out is as in medium.
+    There, the scale small has medium's settings, and its lists to choose from, where it gives none.
 
     Attributes:
         algorithms: The entries in the order of their worth: each group is run with all seeds before the next.
@@ -183,11 +183,16 @@ def _whole(table: Any, tables: Sequence[Any], where: str) -> Any:
 
 
 def _with_small(table: Any) -> Any:
-    """Return an experiment's table with what its small scale leaves out: that is as in its medium one."""
+    """Return an experiment's table whose small scale has medium's settings and lists where it has none of its own."""
     scales = table.get("scales") if isinstance(table, Mapping) else None
     if not isinstance(scales, Mapping) or not all(isinstance(scales.get(one), Mapping) for one in ("small", "medium")):
         return table
-    return {**table, "scales": {**scales, "small": merge(scales["medium"], scales["small"])}}
+    small, medium = scales["small"], scales["medium"]
+    taken = {key: medium[key] for key in ("settings",) if key in medium and key not in small}
+    tunes = small.get("tune"), medium.get("tune")
+    if all(isinstance(one, Mapping) for one in tunes) and "lists" not in tunes[0]:
+        taken["tune"] = {**tunes[1], **tunes[0]}
+    return {**table, "scales": {**scales, "small": {**small, **taken}}}
 
 
 def scale_of(name: str) -> Scale:

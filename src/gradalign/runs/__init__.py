@@ -153,10 +153,14 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str
 
 
 def is_shorter(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether two specs differ in nothing but that the old one has fewer rounds."""
+    """Return whether two specs differ in nothing but that the old one has fewer rounds.
+
+    How many there were before scaling is only told.
+    """
     rounds = old.get("rounds"), new.get("rounds")
     known = type(rounds[0]) is int and type(rounds[1]) is int and rounds[0] < rounds[1]
-    return known and not differing_fields({**old, "rounds": rounds[1]}, new)
+    told = {key: new[key] for key in ("rounds", "full_size") if key in new}
+    return known and not differing_fields({**old, **told}, new)
 
 
 def _shown(value: Any) -> str:

@@ -59,8 +59,9 @@ def refuse_others(folder: Path, spec: Mapping[str, Any], unlike: Unlike) -> dict
             told = "; ".join(differing[:_MOST_TOLD]) + more
             raise GradalignError(f"{folder} holds a run with other settings: {told}")
         return there
-    problem = unlike(there["rounds"])
-    if problem is None and not is_there(folder / CHECKPOINT):
+    known, complete = (is_there(folder / name) for name in (CHECKPOINT, SUMMARY))
+    problem = unlike(there["rounds"]) if known or complete else None  # else there is nothing yet to go on from
+    if problem is None and complete and not known:
         problem = "what it carries from round to round was not kept"
     if problem is not None:
         told = f"holds a run of {there['rounds']:,} rounds that cannot go on to {spec['rounds']:,}: {problem}"
@@ -95,8 +96,8 @@ def _resumable() -> Iterator[None]:
 class RunFolder:
     """One run's folder, locked against a second writer while it is open.
 
-    A run that has fewer rounds and is the same otherwise is gone on with, unless ``unlike`` says in what its rounds so
-    far would have been others.
+    A run that is the same but for fewer rounds goes on to these, unless ``unlike`` says in what its rounds so far would
+    have been others.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class RunFolder:
         self._spec = tomllib.loads(self._text)
         self._spec_digest = digest_of_settings(self._spec)
         self._metrics = MetricsFile(path / METRICS)
+        self._growing = False
         self._held = ExitStack()
         self._held.enter_context(locked(path))
         try:
@@ -134,21 +136,31 @@ class RunFolder:
             problem = "already holds a run; add --resume to continue it, or choose another --out"
             raise GradalignError(f"{self.path} {problem}")
         there = refuse_others(self.path, self._spec, self._unlike)
-        if runs.is_shorter(there, self._spec):
-            self._lengthen(there)
-        else:
-            self._spec_digest = digest_of_settings(there)  # what a paper says may have been corrected since
-        runs.remove(self.path / FAILURE)
+        self._growing = runs.is_shorter(there, self._spec)
+        self._spec = {**there, "rounds": self._spec["rounds"]}  # what a paper says may have been corrected since
+        self._spec_digest = digest_of_settings(self._spec)
+        if not self._growing:
+            runs.remove(self.path / FAILURE)
 
-    def _lengthen(self, there: Mapping[str, Any]) -> None:
-        """Give a run more rounds. At any moment in between it is one that has not finished, and goes on."""
-        file = self.path / CHECKPOINT
-        (tensors, note), belongs = checkpoints.load_checkpoint(file, lambda tensors, note: (tensors, note))
-        ours = (digest_of_settings(there), self._spec_digest)
-        self._require(CHECKPOINT, belongs.spec in ours, "belongs to a run with other settings")
-        runs.remove(self.path / SUMMARY)
-        checkpoints.save_noted(file, tensors, {**note, "spec": self._spec_digest})
-        runs.write_whole(self.path / SPEC, self._text)
+    def _grow(self) -> None:
+        """Make a shorter run the longer one, as soon as that has something to write: until then it is as it was.
+
+        In between it is one that has not finished, at its last round.
+        """
+        if self._growing:
+            runs.remove(self.path / SUMMARY)
+            runs.write_whole(self.path / SPEC, runs.as_toml(self._spec))
+            runs.remove(self.path / FAILURE)
+            self._growing = False
+
+    def _is_ours(self, checkpoint: Belongs, round_index: int) -> bool:
+        """Return whether a checkpoint is this run's, perhaps from when it was to have fewer rounds."""
+        if checkpoint.spec == self._spec_digest:
+            return True
+        shorter = range(max(1, round_index), self._spec["rounds"])
+        digests = ((n, digest_of_settings({**self._spec, "rounds": n})) for n in shorter)
+        length = next((n for n, digest in digests if digest == checkpoint.spec), None)
+        return length is not None and self._unlike(length) is None
 
     def _require(self, name: str, fits: bool, problem: str) -> None:
         if not fits:
@@ -158,7 +170,7 @@ class RunFolder:
     def summary(self) -> dict[str, Any] | None:
         """The summary, when the run is complete."""
         path = self.path / SUMMARY
-        return read_table(path) if is_there(path) else None
+        return read_table(path) if is_there(path) and not self._growing else None
 
     def finished(self) -> Finished:
         """Return what a complete run left; what is not as its end left it is refused."""
@@ -197,7 +209,7 @@ class RunFolder:
         (state, round_index), belongs = checkpoints.load_checkpoint(
             path, lambda tensors, counters: (make(tensors, counters), int(counters["round"]))
         )
-        self._require(CHECKPOINT, belongs.spec == self._spec_digest, "belongs to a run with other settings")
+        self._require(CHECKPOINT, self._is_ours(belongs, round_index), "belongs to a run with other settings")
         rows = read_bytes(self.path / METRICS, LARGEST_METRICS)[: belongs.metrics_bytes]
         problem = "lacks rows from before the checkpoint, or they were changed"
         self._require(METRICS, digest_of(rows) == belongs.metrics, problem)
@@ -212,12 +224,13 @@ class RunFolder:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to the metrics, visible to other processes at once."""
         with _resumable():
+            self._grow()
             self._metrics.append(row)
 
     def save_checkpoint(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], seconds: float) -> None:
         """Make this state the one that --resume continues from; not when its round's row is not in the metrics yet."""
         mark = self._metrics.until(counters["round"])
-        if mark is None:
+        if mark is None or self._growing:  # what is there is this state
             return
         belongs = Belongs(seconds=seconds, spec=self._spec_digest, metrics_bytes=mark.length, metrics=mark.digest)
         with _resumable():
@@ -226,7 +239,10 @@ class RunFolder:
 
     def fail(self, reason: str, *, diverged: bool) -> None:
         """Write down why the run ended by itself; ``diverged`` says that resuming it would end the same way."""
-        runs.write_json(self.path / FAILURE, {"failure": " ".join(reason.split()), "diverged": diverged})
+        if diverged:
+            self._grow()
+        if not self._growing:
+            runs.write_json(self.path / FAILURE, {"failure": " ".join(reason.split()), "diverged": diverged})
 
     def save_best(self, model: Mapping[str, Tensor], round_index: int) -> None:
         """Keep the model of the best round so far, in the place of the one before."""
@@ -247,6 +263,7 @@ class RunFolder:
         ``keep_state`` the checkpoint stays, and the run may be given more rounds later.
         """
         with _resumable():
+            self._grow()
             self._metrics.sync()
             checkpoints.save_tensors(self.path / MODEL, _whole(model))
             digests = {"settings": self._spec_digest, METRICS: self._metrics.whole.digest}

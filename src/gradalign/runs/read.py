@@ -237,7 +237,7 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
         state="complete" if complete else "diverged" if diverged else "unfinished",
         failure=None if complete or failure is None else failure.reason,
         held=read_class_counts(folder / CLASS_COUNTS),
-        clients=read_client_table(folder / CLIENTS),
+        clients=read_client_table(folder / CLIENTS) if complete else None,  # else perhaps of fewer rounds
         place=place,
     )
 

@@ -50,12 +50,14 @@ class AllRounds:
         measure: Measure,
         folder: RunFolder | None,
         on_round: OnRound | None,
+        *,
+        keep_state: bool = True,
     ) -> None:
         self.federation, self.engine, self.rounds, self.folder = federation, engine, rounds, folder
         self.measure = settle(measure, federation, rounds)
         self.columns = row_columns(self.measure, federation)
         self.monitor = Monitor(self.measure, federation.task)
-        self.on_round = on_round
+        self.on_round, self.keep_state = on_round, keep_state
         self.rows: list[Row] = []
         self.clients: ClientResults | None = None
         self.stopped: str | None = None
@@ -154,7 +156,8 @@ class AllRounds:
         if self.folder is not None:
             with stopping.held():
                 table = None if clients is None else clients.to_table()
-                keep = not state.kept  # a vector per client may be much; all else is little beside the model
+                # Not where somebody else ended it, who cannot be asked again, and not a vector for every client.
+                keep = self.keep_state and self.stopped is None and not state.kept
                 if keep:
                     self._save(state)
                 summary = self.folder.finish(model.state_dict(), summary, table, keep_state=keep)

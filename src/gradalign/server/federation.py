@@ -101,8 +101,10 @@ class Federation:
         )
 
 
-def unlike(algorithm: Combination, local: LocalTraining, one: int, other: int) -> str | None:
+def unlike(algorithm: Combination, local: LocalTraining, measure: Measure, one: int, other: int) -> str | None:
     """Return in what the first rounds of runs of two lengths differ; None where in nothing."""
+    if measure.early_stopping is not None:  # by measurements, which lie elsewhere in a longer run
+        return "early stopping may have ended it elsewhere"
     if algorithm.over(one) != algorithm.over(other):
         return f"what {algorithm.label} does in a round depends on how long the run is"
     differs = spanning(local.lr, one) != spanning(local.lr, other)

@@ -51,6 +51,8 @@ class RunOptions:
     trackers: Trackers = field(default_factory=Trackers)
     name: str | None = None
     """What trackers call the run; made from the spec when not given."""
+    keep_state: bool = True
+    """Whether the checkpoint stays when the run has finished, so that it can be given more rounds."""
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -114,7 +116,7 @@ def conduct(
         folder = None
         if info.folder is not None:
             require_writable(federation.task.make_model(seed))
-            length_matters = partial(unlike, federation.algorithm, federation.local, rounds)
+            length_matters = partial(unlike, federation.algorithm, federation.local, measure, rounds)
             opened = RunFolder(info.folder, spec, resume=options.resume, unlike=length_matters)
             folder = stack.enter_context(opened)
 
@@ -138,7 +140,8 @@ def conduct(
         if done is not None:
             result = _finished(federation, done)
         else:
-            all_rounds = AllRounds(federation, engine, rounds, measure, folder, on_round)
+            keep = options.keep_state
+            all_rounds = AllRounds(federation, engine, rounds, measure, folder, on_round, keep_state=keep)
             result = all_rounds.play(options.checkpoint_seconds, begin, notes or {})
         if isinstance(engine, DistributedEngine):
             table = None if result.client_results is None else result.client_results.to_table()

@@ -85,7 +85,7 @@ def _sizes(plan: SweepPlan) -> list[tuple[str, int, int]]:
     sizes = _search_sizes(plan)
     rounds = plan.spec(plan.search.entry, {}).rounds
     finalists = min(plan.finalists, sum(trials for name, trials, _ in sizes if name != "baseline"))
-    betas = sum(trials for name, trials, _ in sizes if name.startswith("beta-"))
+    betas = sum(trials for name, trials, _ in sizes if name in ("beta-coarse", "beta-fine"))
     later = [(FINALISTS, finalists * (plan.seeds - 1), rounds)] if plan.seeds > 1 else []
     baseline = [(TEST_BASELINE, plan.seeds, rounds)] if plan.search.baseline else []
     figure = [(TEST_BETA, betas, rounds)] if plan.test_beta else []

@@ -7,8 +7,9 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+from gradalign.algorithms.schedule import Cosine
 from gradalign.errors import GradalignError
 from gradalign.recipes import merge
 from gradalign.recipes.names import accepted_parameters, parts_of
@@ -111,7 +112,11 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
                 lists.pop(other, None)
         lists |= layer
     own = accepted_parameters(spec.algorithm.name)
-    not_its_own = [name for name in (*_OWN_VALUES, FINE, SCHEDULE) if name.partition("_")[0] not in own]
+    not_its_own = [name for name in (*_OWN_VALUES, FINE) if name.removesuffix("_fine") not in own]
+    hints = (get_type_hints(part).get("beta") for part in parts_of(spec.algorithm.name).values())
+    betas = [get_args(hint) for hint in hints if hint is not None]
+    if not betas or not all(Cosine in kinds for kinds in betas):  # FedInit's is a number
+        not_its_own.append(SCHEDULE)
     wrong = [name for name in not_its_own if name in given]
     if wrong:
         raise GradalignError(f"--grid {wrong[0]}: {spec.algorithm.name} has no such parameter")

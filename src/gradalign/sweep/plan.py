@@ -206,7 +206,7 @@ class TrialRunner:
         state: State = "complete"
         try:
             name = f"{folder.parent.name}-{folder.name}"  # of the stage and the trial, for trackers
-            options = replace(self._options, out=folder, resume=True, progress=False, name=name)
+            options = replace(self._options, out=folder, resume=True, progress=False, name=name, keep_state=False)
             run_spec(spec, options, task=task, on_row=note)
         except DivergedError:
             state = "diverged"

@@ -137,9 +137,7 @@ def best_recipe(plan: SweepPlan, best: Point, baseline: Point | None) -> dict[st
     name = tables["algorithm"]["name"]
     compare = plan.recipe.compare.model_dump(include={"curves", "equal"}) | {"algorithms": [name], "seeds": plan.seeds}
     if plan.search.baseline is not None and baseline is not None:
-        own = plan.recipe.tables_for(plan.search.baseline)
         settings = merge(plan.recipe.compare.settings.get(plan.search.baseline, {}), apply_point({}, baseline))
-        settings |= {"rounds": own["rounds"]} if "rounds" in own else {}
         compare |= {"algorithms": [name, plan.search.baseline], "settings": {plan.search.baseline: settings}}
     recipe: dict[str, Any] = plain({**tables, "compare": compare})
     return recipe

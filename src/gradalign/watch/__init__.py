@@ -73,7 +73,7 @@ class Followed:
             return
         at_work = is_held(self.folder)
         complete = is_file(self.folder / SUMMARY)
-        if not self.rows:
+        if not self.rows or self.state == "complete":  # a run that was complete may have been given more rounds
             self._read_spec()
         if self.state == "unreadable":
             return
