@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 import gradalign as ga
 from conftest import blobs, vector
 from gradalign import runs
+from gradalign.algorithms.rules import ServerRule
 from gradalign.client.flat import Point
 from gradalign.client.trainer import Setup
 from gradalign.fast import Group
@@ -247,6 +249,53 @@ def test_a_run_that_was_ended_from_outside_is_over(tmp_path, monkeypatch):
         ga.run(blobs(), ga.FedAvg(), resume=True, **{**run, "rounds": 12, "on_round": None})
 
 
+def test_a_stop_in_the_last_round_is_not_forgotten(tmp_path):
+    run = {"on_round": lambda row: row["round"] == 3, "checkpoint_seconds": 0, "out": tmp_path, **SOME}
+    ga.run(blobs(), ga.FedAvg(), rounds=3, **run)
+    with pytest.raises(ga.GradalignError, match="cannot go on to 6: what it carries"):
+        ga.run(blobs(), ga.FedAvg(), rounds=6, resume=True, **run)
+
+
+def test_nothing_of_a_finished_run_is_cut(tmp_path):
+    """A checkpoint from before the end, as of a process that died between its last two files, is none to go on from."""
+    with pytest.raises(KeyboardInterrupt):
+        ga.run(blobs(), ga.FedAvg(), rounds=3, out=tmp_path, checkpoint_seconds=0, trackers=[Stops()], **SOME)
+    older = (tmp_path / "checkpoint.safetensors").read_bytes()
+    ga.run(blobs(), ga.FedAvg(), rounds=3, out=tmp_path, resume=True, **SOME)
+    (tmp_path / "checkpoint.safetensors").write_bytes(older)
+    before = contents(tmp_path)
+    with pytest.raises(ga.GradalignError, match="is not of the round that the run ended with"):
+        ga.run(blobs(), ga.FedAvg(), rounds=6, out=tmp_path, resume=True, **SOME)
+    assert contents(tmp_path) == before
+
+
+class Twice(ServerRule):
+    """Remembers one vector under two names."""
+
+    label = "twice"
+
+    def step(self, x, update, memory, *_):
+        return x + update, {"m": update, "n": update}
+
+
+def test_what_is_remembered_twice_can_be_written(tmp_path):
+    found = [
+        ga.run(blobs(), ga.FedAvg() + Twice(), rounds=rounds, out=tmp_path, resume=True, **SOME) for rounds in (2, 4)
+    ]
+    assert torch.equal(vector(found[1]), vector(ga.run(blobs(), ga.FedAvg() + Twice(), rounds=4, **SOME)))
+
+
+def test_a_scaled_run_goes_on_by_the_same_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("run", "digits", "--set", "scale=0.5", "--set", "algorithm.beta=0.1", "--workers", "0", "--out", "a")
+    call(*words, "--set", "rounds=2")
+    for rounds in (4, 4, 5):
+        call(*words, "--resume", "--set", f"rounds={rounds}")
+        summary = json.loads(Path("a/summary.json").read_text())
+        assert summary["rounds"] == rounds
+        assert "rounds" not in summary["scale"].partition(",")[0]
+
+
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_with_more_rounds(tmp_path):
     ga.run(blobs(), ga.FedGA(), rounds=2, out=tmp_path, **SOME)
     for name in ("summary.json", "checkpoint.safetensors", "model.safetensors"):
@@ -286,6 +335,7 @@ def test_a_comparison_goes_on_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     able, unable = "fedavg,fedga,fedprox", "fedavg,fedga,fedinit"
     call(*words, able, "--set", "rounds=3")
     call(*words, able, "--set", "rounds=5", "--resume")
+    assert json.loads(Path("c/summary.json").read_text())["terms"] == "at equal communication (10 rounds of it each)"
     assert [len(rows_of(Path("c", entry, "seed0"))) for entry in able.split(",")] == [11, 6, 11], "equal communication"
     shutil.rmtree("c")
     call(*words, unable, "--set", "rounds=3")

@@ -222,8 +222,10 @@ def test_a_run_that_is_given_more_rounds_is_followed_to_its_new_end(tmp_path):
 
     ga.run(blobs(), ga.FedAvg(), rounds=5, on_round=look, **run)
     assert heard == [("complete", 2, 2), ("running", 3, 5), ("running", 4, 5)], "a row is told before it is written"
-    followed.poll()
-    assert (followed.state, followed.round, followed.rounds) == ("complete", 5, 5)
+    for rounds in (5, 6):
+        ga.run(blobs(), ga.FedAvg(), rounds=rounds, **run)  # from one end to the next between two looks
+        followed.poll()
+        assert (followed.state, followed.round, followed.rounds) == ("complete", rounds, rounds)
 
 
 def test_one_frame_of_a_run_and_the_command_it_names_works(tmp_path):

@@ -22,10 +22,11 @@ from gradalign.report import need_packages
 from gradalign.report.budgets import target_of
 from gradalign.report.experiments import Experiment, Group, arrange
 from gradalign.report.statistics import spread_of
-from gradalign.runs import CURVES, SUMMARY, as_toml, safe_name, write_json
+from gradalign.runs import CURVES, REPORT, SUMMARY, as_toml, is_shorter, remove, safe_name, write_json
 from gradalign.runs.compared import comparison_folder
 from gradalign.runs.folder import has_begun, refuse_others
 from gradalign.runs.read import Gathered
+from gradalign.runs.untrusted import read_spec
 from gradalign.server.federation import unlike
 from gradalign.server.measure import Measure, Row, rounds_to, versions
 from gradalign.server.runner import RunOptions
@@ -94,6 +95,10 @@ def refuse_other_runs(planned: Iterable[Planned]) -> None:
             refuse_others(one.folder, tomllib.loads(as_toml(one.spec.to_dict())), length_matters)
 
 
+def _is_to_grow(one: Planned) -> bool:
+    return has_begun(one.folder) and is_shorter(read_spec(one.folder), tomllib.loads(as_toml(one.spec.to_dict())))
+
+
 def run_comparison(planned: Sequence[Planned], options: RunOptions, *, on_row: Callable[[Planned, Row], None]) -> None:
     """Run everything in turn; a run that diverges says so in its folder and the others go on.
 
@@ -102,6 +107,8 @@ def run_comparison(planned: Sequence[Planned], options: RunOptions, *, on_row: C
     made: dict[str, Task] = {}
     if options.resume:
         refuse_other_runs(planned)
+        for name in (SUMMARY, CURVES, REPORT) if any(map(_is_to_grow, planned)) else ():
+            remove(planned[0].folder.parents[1] / name)  # of the shorter runs
     for one in planned:
         own = replace(options, out=one.folder, progress=False, name=f"{one.entry}-seed{one.seed}")
         with suppress(DivergedError):

@@ -205,7 +205,7 @@ def describe_scale(spec: Spec) -> str | None:
     full = spec.full_size
     if full is None:
         return None
-    words = [f"{spec.rounds:,} of {full.rounds:,} rounds"] if spec.rounds != full.rounds else []
+    words = [f"{spec.rounds:,} of {full.rounds:,} rounds"] if spec.rounds < full.rounds else []
     if full.per_round is not None:
         words.append(f"{spec.clients.per_round} instead of {full.per_round} clients a round")
     shares = spec.task.options()

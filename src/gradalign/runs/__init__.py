@@ -139,10 +139,10 @@ def as_toml(data: Mapping[str, Any]) -> str:
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return the dotted names of the fields in which two specs differ, with both values.
 
-    What a paper says is told beside a result and changes none: the table [paper] may be corrected.
+    What a paper says, and how many rounds there were before scaling, is told beside a result and changes none.
     """
     found: list[str] = []
-    told = set() if prefix else {"paper"}  # a task's own setting of that name is not it
+    told = set() if prefix else {"paper", "full_size"}  # a task's own setting of that name is not it
     for key in sorted((set(old) | set(new)) - told):
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -153,14 +153,10 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str
 
 
 def is_shorter(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether two specs differ in nothing but that the old one has fewer rounds.
-
-    How many there were before scaling is only told.
-    """
+    """Return whether two specs differ in nothing but that the old one has fewer rounds."""
     rounds = old.get("rounds"), new.get("rounds")
     known = type(rounds[0]) is int and type(rounds[1]) is int and rounds[0] < rounds[1]
-    told = {key: new[key] for key in ("rounds", "full_size") if key in new}
-    return known and not differing_fields({**old, **told}, new)
+    return known and not differing_fields({**old, "rounds": rounds[1]}, new)
 
 
 def _shown(value: Any) -> str:

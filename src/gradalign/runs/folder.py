@@ -61,7 +61,7 @@ def refuse_others(folder: Path, spec: Mapping[str, Any], unlike: Unlike) -> dict
         return there
     known, complete = (is_there(folder / name) for name in (CHECKPOINT, SUMMARY))
     problem = unlike(there["rounds"]) if known or complete else None  # else there is nothing yet to go on from
-    if problem is None and complete and not known:
+    if problem is None and complete and (not known or "stopped" in read_table(folder / SUMMARY)):
         problem = "what it carries from round to round was not kept"
     if problem is not None:
         told = f"holds a run of {there['rounds']:,} rounds that cannot go on to {spec['rounds']:,}: {problem}"
@@ -213,6 +213,9 @@ class RunFolder:
         rows = read_bytes(self.path / METRICS, LARGEST_METRICS)[: belongs.metrics_bytes]
         problem = "lacks rows from before the checkpoint, or they were changed"
         self._require(METRICS, digest_of(rows) == belongs.metrics, problem)
+        if self._growing and is_there(self.path / SUMMARY):  # nothing of a finished run is cut
+            last = dict(read_table(self.path / SUMMARY).get(DIGESTS, {})).get(METRICS)
+            self._require(CHECKPOINT, belongs.metrics == last, "is not of the round that the run ended with")
         self._metrics.begin(rows, round_index)
         return state, belongs.seconds
 
@@ -269,6 +272,7 @@ class RunFolder:
             digests = {"settings": self._spec_digest, METRICS: self._metrics.whole.digest}
             models = [name for name in (MODEL, runs.BEST) if is_there(self.path / name)]
             digests |= {name: digest_of_file(self.path / name) for name in models}
+            runs.remove(self.path / runs.CLIENTS)  # perhaps of fewer rounds
             if clients is not None:
                 runs.write_whole(self.path / runs.CLIENTS, json.dumps(clients, allow_nan=False) + "\n")
                 digests[runs.CLIENTS] = digest_of_settings(clients)

@@ -61,6 +61,7 @@ class AllRounds:
         self.rows: list[Row] = []
         self.clients: ClientResults | None = None
         self.stopped: str | None = None
+        self.asked = False
         self._began = time.monotonic()
         self._best_saved: int | None = None
 
@@ -78,7 +79,7 @@ class AllRounds:
                 after, facts = _play_patiently(self.federation, self.engine, state)
                 stopping.stop_if_asked()  # a round in which somebody swallowed the interrupt may be anything: not taken
                 state = self._note(after, facts, tell)
-                if time.monotonic() - saved >= checkpoint_seconds and self.stopped is None:
+                if time.monotonic() - saved >= checkpoint_seconds and self.stopped is None and not self.asked:
                     self._save(state)
                     saved = time.monotonic()
         except (RunEndedError, KeyboardInterrupt):
@@ -109,6 +110,7 @@ class AllRounds:
         seconds = time.monotonic() - self._began
         row = row_of(state, facts, self.columns, measured, seconds)
         asked = ask(self.on_round, row) if facts is not None else None
+        self.asked = asked is not None  # in the last round, too, though it makes no difference there
         asked = None if last else asked
         if asked is not None:  # the last round is measured in full, whichever it is, and may be the best
             row |= self._measured(state, self.measure.due(state.round, last=True) - due)
@@ -157,7 +159,7 @@ class AllRounds:
             with stopping.held():
                 table = None if clients is None else clients.to_table()
                 # Not where somebody else ended it, who cannot be asked again, and not a vector for every client.
-                keep = self.keep_state and self.stopped is None and not state.kept
+                keep = self.keep_state and self.stopped is None and not self.asked and not state.kept
                 if keep:
                     self._save(state)
                 summary = self.folder.finish(model.state_dict(), summary, table, keep_state=keep)

@@ -52,15 +52,17 @@ class ServerState:
     def to_tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state as named tensors and counters that JSON can hold: what a checkpoint is made of."""
         tensors = self.point._asdict()
-        tensors |= {f"memory.{name}": vector for name, vector in self.memory.items()}
-        tensors |= {f"shared.{name}": vector for name, vector in self.shared.items()}
+        # Copies, since a file cannot hold one vector twice.
+        tensors |= {f"memory.{name}": vector.clone() for name, vector in self.memory.items()}
+        tensors |= {f"shared.{name}": vector.clone() for name, vector in self.shared.items()}
         for name, kept in self.kept.items():
             clients = sorted(kept)
             tensors[f"clients.{name}"] = torch.tensor(clients, dtype=torch.int64)
             tensors[f"kept.{name}"] = torch.stack([kept[client] for client in clients])
             weights = self.kept_weights[name]
             tensors[f"weights.{name}"] = torch.tensor([weights[client] for client in clients], dtype=torch.float64)
-        numbers = {label: dict(carried) for label, carried in self.numbers.items() if carried}
+        own = ((label, carried) for label, carried in self.numbers.items() if carried)
+        numbers = {label: {name: float(number) for name, number in carried.items()} for label, carried in own}
         counters: dict[str, Any] = {"round": self.round, "totals": asdict(self.totals), "numbers": numbers}
         if self.best is not None:
             counters["best"], point = self.best[0], self.best[1].clone()  # a file cannot hold one vector twice

@@ -47,6 +47,7 @@ class Followed:
     def __post_init__(self) -> None:
         self.tail = MetricsTail(self.folder / METRICS)
         self.group = self.group or self.entry
+        self._seen: tuple[object, ...] = ()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -69,12 +70,14 @@ class Followed:
 
     def poll(self) -> None:
         """Look at the folder again. The lock is looked at first: a writer that let go of it has written everything."""
-        if self.state == "complete" and is_file(self.folder / SUMMARY):
+        seen = tuple(_stamp(self.folder / name) for name in (SPEC, SUMMARY))
+        if self.state == "complete" and seen == self._seen:
             return
         at_work = is_held(self.folder)
         complete = is_file(self.folder / SUMMARY)
-        if not self.rows or self.state == "complete":  # a run that was complete may have been given more rounds
+        if not self.rows or seen != self._seen:  # it may have been given more rounds
             self._read_spec()
+        self._seen = seen
         if self.state == "unreadable":
             return
         try:
@@ -114,6 +117,15 @@ class Followed:
         if outside_names(self.spec):  # anybody's code: only whoever knows the recipe should run it
             return f"gradalign run RECIPE {shlex.join(options)} (RECIPE and options as before)"
         return shlex.join(["gradalign", "run", str(self.folder / SPEC), *options])
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what is another number when a file has been put in the place of one."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 class Watched:
