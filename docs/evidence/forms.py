@@ -152,13 +152,13 @@ def draw(folder: Path, names: list[str]) -> None:
 
 
 def curve(runs: list[Run], key: str, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean curve of an algorithm's seeds over one cost."""
+    """Return the mean curve of an algorithm's seeds over one cost; the mean of some points stands in their middle."""
     rows = [[row for row in run.rows if row.get("test_accuracy") is not None] for run in runs]
     points = min(map(len, rows))
     x = np.mean([[row[key] / unit for row in own[:points]] for own in rows], axis=0)
     y = np.mean([[100 * row["test_accuracy"] for row in own[:points]] for own in rows], axis=0)
-    width = max(1, points // 15)
-    return x[width - 1 :], np.convolve(y, np.ones(width) / width, "valid")
+    window = np.ones(width := max(1, points // 15)) / width
+    return np.convolve(x, window, "valid"), np.convolve(y, window, "valid")
 
 
 def main(folder: Path) -> None:

@@ -152,7 +152,12 @@ def draw(folder: Path, names: list[str]) -> None:
                     if own:
                         axes.plot(*curve(own, key, unit), color=colour, lw=1.4, label=NAMES[entry].replace("`", ""))
                 tidy(axes, label, f"{TITLES[name]}\ntest accuracy, %" if place == 0 else "")
-        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+                top = max(max(drawn.get_ydata()) for drawn in axes.lines)
+                axes.set_ylim(top - 25, top + 1)  # where they end, not how they begin
+        known = {
+            label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=5, frameon=False)
         save(figure, HERE.parent / "images" / "table1.png", dpi=110)
 
 
