@@ -120,7 +120,7 @@ class Mortal:
         return len(self.inputs)
 
     def __getitem__(self, index):
-        if os.environ.get("RANK") == os.environ.get("VICTIM") and os.path.exists("runs/checkpoint.safetensors"):
+        if os.environ.get("RANK", "none") == os.environ.get("VICTIM") and os.path.exists("runs/checkpoint.safetensors"):
             os.kill(os.getpid(), signal.SIGKILL)
         return self.inputs[index], self.targets[index]
 

@@ -144,8 +144,8 @@ def test_a_correction_of_what_the_paper_says_does_not_make_another_experiment():
     for _ in ("from the checkpoint", "once it is complete"):
         call("run", recipe, "--workers", 0, "--resume", "--out", "r")
     assert json.loads(Path("r/summary.json").read_text())["rounds"] == 4
-    recipe.write_text(text.format(rounds="rounds = 5", number=81.0))
-    assert "rounds (4 there, 5 now)" in call("run", recipe, "--resume", "--out", "r", code=2).stderr
+    recipe.write_text(text.format(rounds="rounds = 4\nseed = 3", number=81.0))
+    assert "seed (0 there, 3 now)" in call("run", recipe, "--resume", "--out", "r", code=2).stderr
     own = [{"task": {"name": "my:task", "paper": size}} for size in ("a4", "a5")]  # a setting, not what a paper says
     assert differing_fields(*own) == ["task.paper ('a4' there, 'a5' now)"]
 
