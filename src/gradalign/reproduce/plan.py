@@ -188,7 +188,7 @@ def _with_small(table: Any) -> Any:
     if not isinstance(scales, Mapping) or not all(isinstance(scales.get(one), Mapping) for one in ("small", "medium")):
         return table
     small, medium = scales["small"], scales["medium"]
-    taken = {key: medium[key] for key in ("settings",) if key in medium and key not in small}
+    taken = {"settings": medium.get("settings", {})} if "settings" not in small else {}
     tunes = small.get("tune"), medium.get("tune")
     if all(isinstance(one, Mapping) for one in tunes) and "lists" not in tunes[0]:
         taken["tune"] = {**tunes[1], **tunes[0]}
