@@ -19,6 +19,7 @@ import tomli_w
 
 from gradalign.comparison import Planned
 from gradalign.errors import GradalignError
+from gradalign.recipes import load_recipe
 from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.papers import papers_accuracy
 from gradalign.report.statistics import difference
@@ -114,6 +115,34 @@ def test_what_is_not_searched_has_the_bases_values():
     known = {"largebatchsgd": {"lr": 0.7, "K": 1, "batch": 60}}
     small = plan["large-batch-emnist"].recipe_at("small", known).spec_for("small-batch", 0).local
     assert (small.lr, small.steps, small.batch_size) == (0.7, 8, 125)  # what an entry fixes stays its own
+
+
+@pytest.mark.parametrize("experiment", read_plan(), ids=lambda one: one.name)
+def test_what_an_entry_fixes_is_not_the_baselines_choice(experiment):
+    """In the recipe's comparison or in the plan: K = 20 stays 20 when 10 was chosen for the entry others follow."""
+    scale = next(iter(experiment.scales))
+    tune = experiment.at(scale).tune
+    follow = {tune.base: {"K": 7, "lr": 0.123, "weight_decay": 0.321}} if tune else {}
+    theirs = load_recipe(experiment.recipe).compare.settings
+    recipe = experiment.recipe_at(scale, follow)
+    for entry in experiment.entry_names():
+        spec = recipe.spec_for(entry, 0)
+        given = [theirs.get(entry, {}), experiment.entries.get(entry, {})]
+        steps = [table["local"]["steps"] for table in given if "steps" in table.get("local", {})]
+        wanted = 7 if tune and (not steps or entry == tune.base) else steps[-1] if steps else spec.local.steps
+        assert spec.local.steps == wanted, entry
+        assert not tune or spec.local.lr == 0.123
+
+
+def test_the_curve_over_local_steps_has_four_lengths():
+    """One round is K steps of every client, and all entries have the same number of steps."""
+    one = next(one for one in read_plan() if one.name == "emnist-local-steps")
+    recipe = one.recipe_at("medium", {"K=10": {"K": 10, "lr": 0.4}, "K=20": {"K": 20, "lr": 0.2}})
+    specs = {entry: recipe.spec_for(entry, 0) for entry in one.entry_names()}
+    assert {entry: (spec.local.steps, spec.rounds) for entry, spec in specs.items()} == {
+        "K=1": (1, 800), "K=10": (10, 80), "K=20": (20, 40), "K=40": (40, 20),
+    }  # fmt: skip
+    assert [spec.local.lr for spec in specs.values()] == [0.4, 0.4, 0.2, 0.4]
 
 
 def test_late_alignment_spends_the_whole_budget():

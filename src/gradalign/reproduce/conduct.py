@@ -14,7 +14,7 @@ from gradalign.errors import GradalignError
 from gradalign.recipes.spec import checked
 from gradalign.report import report_gathered
 from gradalign.reproduce import outcome
-from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning
+from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning, left_free
 from gradalign.runs import REPORT, safe_name, write_json, write_toml, write_whole
 from gradalign.runs.read import Gathered, Run
 from gradalign.runs.untrusted import is_there, read_optional
@@ -106,12 +106,12 @@ class Reproduction:
         What an entry fixes itself stays its own.
         """
         other, tune = next(one for one in self.experiments if one.name == name), experiment.at(self.scale).tune
-        theirs, taken = self.settings(other, other.algorithms[0]), {}
+        theirs, fixed, taken = self.settings(other, other.algorithms[0]), experiment.fixed(), {}
         for entry in {*theirs, *experiment.entry_names()} - set(tune.lists if tune else ()):
-            own = experiment.entries.get(entry, {}).get("algorithm", {})
-            found = theirs.get(own.get("name", entry))
+            own = fixed.get(entry, {})
+            found = theirs.get(own.get("algorithm", {}).get("name", entry))
             if found is not None:
-                free = experiment.left_free(entry, found.values)
+                free = left_free(own, found.values)
                 taken[entry] = Chosen(values=free, source=f"as in {name}: {found.source}")
         return taken
 

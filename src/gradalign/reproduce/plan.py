@@ -116,10 +116,9 @@ class Experiment(Section):
         if not self.papers_setting:
             data["paper"] = None
         names = {*self.entry_names(), *base.compare.settings, *chosen, *([own.tune.base] if own.tune else [])}
-        given = {name: merge(base.compare.settings.get(name, {}), self.entries.get(name, {})) for name in names}
-        common = chosen.get(own.tune.base, {}) if own.tune else {}
-        points = {name: chosen.get(name, self.left_free(name, common)) for name in names}
-        given = {name: apply_point(tables, points[name]) for name, tables in given.items()}
+        fixed, common = self.fixed(), chosen.get(own.tune.base, {}) if own.tune else {}
+        points = {name: chosen.get(name, left_free(fixed.get(name, {}), common)) for name in names}
+        given = {name: apply_point(fixed.get(name, {}), points[name]) for name in names}
         recipe = replace(base, data=data, compare=base.compare.model_copy(update={"settings": given}))
         specs = {name: recipe.spec_for(name, 0) for name in names}
         lengths = (budget or own.budget, budget or own.measured_as or own.budget)
@@ -127,12 +126,10 @@ class Experiment(Section):
         about: dict[str, Any] = {"algorithms": self.entry_names(), "seeds": own.seeds, "settings": given}
         return replace(recipe, compare=base.compare.model_copy(update=about))
 
-    def left_free(self, entry: str, point: Point) -> Point:
-        """Return the values of a point that the plan's settings of an entry do not fix; K and epochs are one choice."""
-        fixed = self.entries.get(entry, {})
-        own = {name for name, (table, key) in PLACES.items() if key in fixed.get(table, {})}
-        own |= {"K", "epochs"} if own & {"K", "epochs"} else set()
-        return {name: value for name, value in point.items() if name not in own}
+    def fixed(self) -> dict[str, dict[str, Any]]:
+        """Return what the recipe's comparison and the plan say of single entries, the plan having the last word."""
+        theirs = load_recipe(self.recipe).compare.settings
+        return {name: merge(theirs.get(name, {}), self.entries.get(name, {})) for name in {*theirs, *self.entries}}
 
     def _length(self, spec: Spec, budget: int, measured_as: int) -> dict[str, Any]:
         rounds, measured = self._rounds(spec, budget), self._rounds(spec, measured_as)
@@ -143,6 +140,13 @@ class Experiment(Section):
         if self.equal == "communication":
             return rounds_within(budget, build_algorithm(spec.algorithm, spec.server))
         return max(1, budget // (spec.local.steps or 1)) if self.equal == "steps" else budget
+
+
+def left_free(fixed: Mapping[str, Any], point: Point) -> Point:
+    """Return the values of a point that an entry's own settings do not fix; K and epochs are one choice."""
+    own = {name for name, (table, key) in PLACES.items() if key in fixed.get(table, {})}
+    own |= {"K", "epochs"} if own & {"K", "epochs"} else set()
+    return {name: value for name, value in point.items() if name not in own}
 
 
 def read_plan(path: Path | None = None) -> list[Experiment]:
