@@ -1,15 +1,21 @@
 """The verdicts on the paper's claims that docs/results.md shows, made from the runs of ``gradalign reproduce``.
 
-    python docs/evidence/verdicts.py reproduction   # write verdicts.json and the curves, then the page
+    python docs/evidence/verdicts.py reproduction   # keep the experiments of a folder, draw them, write the page
     python docs/evidence/verdicts.py                # the page alone, from what is kept
 
-The seeds' numbers are kept, not the runs; all that the page shows is worked out from them.
+Kept are the seeds' numbers, from which all that the page shows is worked out (verdicts.json), and in runs/ each
+experiment's settings and run folders with what was measured, without models. An archive unpacked into a folder is what
+``gradalign reproduce --out`` of that folder left: runs in it count as done, others can join them on another machine.
+
+    tar -xJf docs/evidence/runs/cifar100.tar.xz -C reproduction && gradalign reproduce --report --scale medium
 """
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +24,7 @@ from gradalign.reproduce.outcome import HOLDS, verdict_words
 from gradalign.reproduce.plan import Experiment, read_plan
 
 HERE = Path(__file__).resolve().parent
-KEPT, PAGE = HERE / "verdicts.json", HERE.parent / "results.md"
+KEPT, PAGE, RUNS = HERE / "verdicts.json", HERE.parent / "results.md", HERE / "runs"
 BEGIN, END = "<!-- verdicts.py writes from here -->", "<!-- to here -->"
 ELSEWHERE = ("forms-", "digits-")  # docs/communication.md
 SAID = ("text", "papers", "at", "metric", "first", "second", "first_scores", "second_scores", "rises", "verdict", "why")
@@ -26,7 +32,15 @@ NAMES = {"fedga": "FedGA", "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "fedprox"
 NAMES |= {"gradalign": "GradAlign", "largebatchsgd": "large-batch SGD", "sam": "SAM", "small-batch": "small-batch SGD"}
 NAMES |= {"fedga-auto": '`FedGA()`, running mean, β "auto"'}
 DRAWN = ("fedavg", "fedga", "fedga-auto", "scaffold", "fedprox")
-TITLES = {"emnist-one-class": "EMNIST, one class each", "emnist-iid": "EMNIST at random", "cifar10-iid": "CIFAR-10"}
+PICTURES = {
+    "table1": {
+        "emnist-one-class": "EMNIST, one class each",
+        "emnist-iid": "EMNIST at random",
+        "cifar10-iid": "CIFAR-10",
+    },
+    "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
+}
+"""Drawn anew when a folder has all of a picture's experiments."""
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
 
 
@@ -51,6 +65,40 @@ def kept(results: dict[str, Any]) -> dict[str, Any]:
             same = {key: one[key] for key in ("name", "title", "provenance", "baseline")}
             experiments.append({**same, "algorithms": algorithms, "verdicts": verdicts})
     return {"scale": results["scale"], "versions": results["versions"], "experiments": experiments}
+
+
+def joined(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept with these experiments in the place of theirs, in the list's order."""
+    if before["scale"] != found["scale"]:
+        raise SystemExit(f"the page is about the scale {before['scale']}, these runs are of {found['scale']}")
+    known = {one["name"]: one for one in (*before["experiments"], *found["experiments"])}
+    return found | {"experiments": [known[one.name] for one in own_plan() if one.name in known]}
+
+
+def keep_runs(folder: Path, name: str) -> None:
+    """Write an experiment's settings and runs as an archive, the same bytes for the same runs."""
+    place, files = folder / name, {}
+    for path in sorted(place.rglob("*")):
+        if path.name in ("settings.toml", "compare.toml", "spec.toml") and "tune" not in path.parts:
+            files[path] = path.read_bytes()
+        elif path.name == "summary.json" and (path.parent / "metrics.jsonl").exists() and "tune" not in path.parts:
+            summary = json.loads(path.read_bytes())
+            del summary["sha256"]  # of the whole folder
+            files[path] = json.dumps(summary, indent=1).encode()
+            files[path.parent / "metrics.jsonl"] = measured((path.parent / "metrics.jsonl").read_bytes())
+    RUNS.mkdir(exist_ok=True)
+    with tarfile.open(RUNS / f"{name}.tar.xz", "w:xz", preset=9) as archive:
+        for path in sorted(files):
+            entry = tarfile.TarInfo(str(path.relative_to(folder)))
+            entry.size = len(files[path])
+            archive.addfile(entry, io.BytesIO(files[path]))
+
+
+def measured(metrics: bytes) -> bytes:
+    """Return the rows in which something was measured, without the columns in which nothing was."""
+    rows = [json.loads(line) for line in metrics.splitlines()]
+    told = [row for row in rows if row["test_accuracy"] is not None or row["train_accuracy"] is not None]
+    return b"".join(json.dumps({k: v for k, v in row.items() if v is not None}).encode() + b"\n" for row in told)
 
 
 def rounded(value: Any) -> Any:
@@ -132,7 +180,7 @@ def filled(page: str, found: dict[str, Any]) -> str:
     return before + block(found) + rest.split(END)[1]
 
 
-def draw(folder: Path, names: list[str]) -> None:
+def draw(folder: Path, picture: str, titles: dict[str, str]) -> None:
     """Draw test accuracy over communications and over local updates, a row for each experiment."""
     import matplotlib.figure
     from forms import curve  # beside this script
@@ -142,34 +190,38 @@ def draw(folder: Path, names: list[str]) -> None:
 
     axes_of = {"communication_rounds": ("communications", 1.0), "local_updates": ("local updates, thousands", 1e3)}
     with matplotlib.rc_context(STYLE | {"font.size": 8}):
-        figure = matplotlib.figure.Figure(figsize=(9, 2.5 * len(names)), layout="constrained")
-        grid = figure.subplots(len(names), len(axes_of), squeeze=False)
-        for line, name in zip(grid, names, strict=True):
+        figure = matplotlib.figure.Figure(figsize=(9, 2.5 * len(titles)), layout="constrained")
+        grid = figure.subplots(len(titles), len(axes_of), squeeze=False)
+        for line, (name, title) in zip(grid, titles.items(), strict=True):
             runs = [run for run in gather([folder / name / "runs"]).runs if run.state == "complete"]
             for place, (axes, (key, (label, unit))) in enumerate(zip(line, axes_of.items(), strict=True)):
                 for colour, entry in zip(COLOURS, DRAWN, strict=False):
                     own = [run for run in runs if run.entry == entry]
                     if own:
                         axes.plot(*curve(own, key, unit), color=colour, lw=1.4, label=NAMES[entry].replace("`", ""))
-                tidy(axes, label, f"{TITLES[name]}\ntest accuracy, %" if place == 0 else "")
+                tidy(axes, label, f"{title}\ntest accuracy, %" if place == 0 else "")
                 top = max(max(drawn.get_ydata()) for drawn in axes.lines)
                 axes.set_ylim(top - 25, top + 1)  # where they end, not how they begin
         known = {
             label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=5, frameon=False)
-        save(figure, HERE.parent / "images" / "table1.png", dpi=110)
+        save(figure, HERE.parent / "images" / f"{picture}.png", dpi=110)
 
 
 def main(folder: Path | None) -> None:
-    """Keep a reproduction's numbers, where one is given, and write them into the page."""
-    if folder is not None:
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        KEPT.write_text(json.dumps(kept(results), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        whole = [one for one in results["experiments"] if len(one["beside_baseline"]) > 1]
-        if drawn := [one["name"] for one in whole if one["name"] in TITLES]:
-            draw(folder, drawn)
+    """Keep a reproduction's numbers and runs, where one is given, and write them into the page."""
     found = json.loads(KEPT.read_text(encoding="utf-8"))
+    if folder is not None:
+        new = kept(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+        found = joined(found, new)
+        KEPT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        names = [one["name"] for one in new["experiments"]]
+        for name in names:
+            keep_runs(folder, name)
+        for picture, titles in PICTURES.items():
+            if set(titles) <= set(names):
+                draw(folder, picture, titles)
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
