@@ -11,6 +11,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -681,3 +682,22 @@ def test_the_page_of_results_says_what_its_numbers_say():
                 assert row["verdict"] == verdict, row["text"]
             judged += verdict != "pending"
     assert judged > 3
+
+
+def test_the_kept_runs_give_the_kept_numbers(tmp_path):
+    """An archive is a folder of ``reproduce``: its runs are judged anew, to the numbers that the page is made of."""
+    evidence = evidence_script("verdicts")
+    known = {one["name"]: one for one in json.loads(evidence.KEPT.read_text(encoding="utf-8"))["experiments"]}
+    archives = sorted(evidence.RUNS.glob("*.tar.xz"))
+    for path in archives:
+        with tarfile.open(path) as archive:
+            archive.extractall(tmp_path, filter="data")
+    again = Reproduction(
+        experiments=read_plan(), scale="medium", folder=tmp_path, options=RunOptions(), say=lambda words: None
+    )
+    found = again.results()
+    assert found["left_out"] == []
+    assert [f"{one['name']}.tar.xz" for one in found["experiments"]] != []
+    assert {f"{one['name']}.tar.xz" for one in found["experiments"]} == {path.name for path in archives}
+    for one in evidence.kept(found)["experiments"]:
+        assert one == known[one["name"]]

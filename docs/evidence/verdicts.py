@@ -126,6 +126,15 @@ def apart(verdict: dict[str, Any]) -> str:
     return f"{found.value:+.3g} ± {found.margin:.2g}".replace("-", "−")
 
 
+def by_seed(verdict: dict[str, Any], whole: set[str]) -> str:
+    """Return Student's margin of the seeds' own differences, where both sides have the same five seeds or more."""
+    first, second = verdict["first_scores"], verdict["second_scores"]
+    if len(first) != len(second) or len(first) < 5 or not {verdict["first"], verdict["second"]} <= whole:
+        return ""
+    found = difference([one - other for one, other in zip(first, second, strict=True)], [0.0, 0.0])
+    return "" if found is None or found.margin is None else f" (by seed ± {found.margin:.2g})"
+
+
 def judged(verdict: dict[str, Any]) -> str:
     """Return the verdict in words, with what else decided it."""
     said = verdict["verdict"]
@@ -150,8 +159,9 @@ def section(one: dict[str, Any]) -> list[str]:
     decided = [verdict for verdict in one["verdicts"] if verdict["verdict"] != "pending"]
     if decided:
         lines += ["", row("claim", "difference", "verdict"), row(*["---"] * 3)]
+    whole = {entry["name"] for entry in one["algorithms"] if not entry["diverged"]}
     for verdict in sorted(decided, key=lambda found: not found["papers"]):
-        lines.append(row(verdict["text"], apart(verdict), judged(verdict)))
+        lines.append(row(verdict["text"], apart(verdict) + by_seed(verdict, whole), judged(verdict)))
     left = len(one["verdicts"]) - len(decided)
     return [*lines, "", *([f"Pending: {left} of {len(one['verdicts'])} claims.", ""] if left else [])]
 
