@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.report.statistics import difference, mean_and_std
-from gradalign.reproduce.outcome import HOLDS, verdict_words
+from gradalign.reproduce.outcome import HOLDS, SETTINGS, ended, verdict_words
 from gradalign.reproduce.plan import Experiment, read_plan
+from gradalign.runs import COMPARISON, FAILURE, METRICS, SPEC, SUMMARY
 
 HERE = Path(__file__).resolve().parent
 KEPT, PAGE, RUNS = HERE / "verdicts.json", HERE.parent / "results.md", HERE / "runs"
@@ -76,16 +77,18 @@ def joined(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_runs(folder: Path, name: str) -> None:
-    """Write an experiment's settings and runs as an archive, the same bytes for the same runs."""
-    place, files = folder / name, {}
-    for path in sorted(place.rglob("*")):
-        if path.name in ("settings.toml", "compare.toml", "spec.toml") and "tune" not in path.parts:
-            files[path] = path.read_bytes()
-        elif path.name == "summary.json" and (path.parent / "metrics.jsonl").exists() and "tune" not in path.parts:
-            summary = json.loads(path.read_bytes())
-            del summary["sha256"]  # of the whole folder
-            files[path] = json.dumps(summary, indent=1).encode()
-            files[path.parent / "metrics.jsonl"] = measured((path.parent / "metrics.jsonl").read_bytes())
+    """Write an experiment's settings and the runs that have ended as an archive, the same bytes for the same runs."""
+    place = folder / name
+    files = {path: path.read_bytes() for path in (place / SETTINGS, place / "runs" / COMPARISON) if path.exists()}
+    for run in sorted(spec.parent for spec in (place / "runs").rglob(SPEC)):
+        if not ended(run):
+            continue
+        files |= {path: path.read_bytes() for path in (run / SPEC, run / FAILURE) if path.exists()}
+        files[run / METRICS] = measured((run / METRICS).read_bytes())
+        if (run / SUMMARY).exists():
+            summary = json.loads((run / SUMMARY).read_bytes())
+            summary.pop("sha256", None)  # of the whole folder
+            files[run / SUMMARY] = json.dumps(summary, indent=1).encode()
     RUNS.mkdir(exist_ok=True)
     with tarfile.open(RUNS / f"{name}.tar.xz", "w:xz", preset=9) as archive:
         for path in sorted(files):
