@@ -40,6 +40,7 @@ PICTURES = {
         "cifar10-iid": "CIFAR-10",
     },
     "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
+    "flat": {"flat-digits": "Digits, one class each"},
 }
 """Drawn anew when a folder has all of a picture's experiments."""
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
@@ -213,8 +214,9 @@ def draw(folder: Path, picture: str, titles: dict[str, str]) -> None:
                     if own:
                         axes.plot(*curve(own, key, unit), color=colour, lw=1.4, label=NAMES[entry].replace("`", ""))
                 tidy(axes, label, f"{title}\ntest accuracy, %" if place == 0 else "")
-                top = max(max(drawn.get_ydata()) for drawn in axes.lines)
-                axes.set_ylim(top - 25, top + 1)  # where they end, not how they begin
+                ends = [drawn.get_ydata()[len(drawn.get_ydata()) // 8 :] for drawn in axes.lines]
+                low, high = min(map(min, ends)), max(map(max, ends))  # where they end, not how they begin
+                axes.set_ylim(low, high + 0.05 * (high - low))
         known = {
             label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
