@@ -118,21 +118,21 @@ def test_what_is_not_searched_has_the_bases_values():
     assert (small.lr, small.steps, small.batch_size) == (0.7, 8, 125)  # what an entry fixes stays its own
 
 
-@pytest.mark.parametrize("experiment", read_plan(), ids=lambda one: one.name)
-def test_what_an_entry_fixes_is_not_the_baselines_choice(experiment):
+TUNED = [(one, scale) for one in read_plan() for scale in one.scales if one.at(scale).tune]
+
+
+@pytest.mark.parametrize(("experiment", "scale"), TUNED, ids=lambda part: getattr(part, "name", part))
+def test_what_an_entry_fixes_is_not_the_baselines_choice(experiment, scale):
     """In the recipe's comparison or in the plan: K = 20 stays 20 when 10 was chosen for the entry others follow."""
-    scale = next(iter(experiment.scales))
-    tune = experiment.at(scale).tune
-    follow = {tune.base: {"K": 7, "lr": 0.123, "weight_decay": 0.321}} if tune else {}
+    base = experiment.at(scale).tune.base
+    recipe = experiment.recipe_at(scale, {base: {"K": 7, "lr": 0.123, "weight_decay": 0.321}})
     theirs = load_recipe(experiment.recipe).compare.settings
-    recipe = experiment.recipe_at(scale, follow)
     for entry in experiment.entry_names():
-        spec = recipe.spec_for(entry, 0)
+        local = recipe.spec_for(entry, 0).local
         given = [theirs.get(entry, {}), experiment.entries.get(entry, {})]
-        steps = [table["local"]["steps"] for table in given if "steps" in table.get("local", {})]
-        wanted = 7 if tune and (not steps or entry == tune.base) else steps[-1] if steps else spec.local.steps
-        assert spec.local.steps == wanted, entry
-        assert not tune or spec.local.lr == 0.123
+        steps = [7, *(table["local"]["steps"] for table in given if "steps" in table.get("local", {}))]
+        assert local.steps == (7 if entry == base else steps[-1]), entry
+        assert (local.lr, local.weight_decay) == (0.123, 0.321)
 
 
 def test_the_curve_over_local_steps_has_four_lengths():
@@ -697,7 +697,41 @@ def test_the_kept_runs_give_the_kept_numbers(tmp_path):
     )
     found = again.results()
     assert found["left_out"] == []
-    assert [f"{one['name']}.tar.xz" for one in found["experiments"]] != []
-    assert {f"{one['name']}.tar.xz" for one in found["experiments"]} == {path.name for path in archives}
-    for one in evidence.kept(found)["experiments"]:
-        assert one == known[one["name"]]
+    experiments = evidence.kept(found)["experiments"]
+    assert {f"{one['name']}.tar.xz" for one in experiments} == {path.name for path in archives} != set()
+    for one in experiments:
+        assert {**one, "provenance": {}} == {**known[one["name"]], "provenance": {}}
+    for metrics in tmp_path.rglob("metrics.jsonl"):
+        assert evidence.measured(metrics.read_bytes()) == metrics.read_bytes(), "to be kept again"
+
+
+def test_what_is_kept_does_not_become_less():
+    evidence = evidence_script("verdicts")
+    name = read_plan()[0].name
+    rows = [{"text": "one", "verdict": "undecidable"}, {"text": "two", "verdict": "pending"}]
+
+    def kept(scores, verdicts, scale="medium"):
+        entry = {"name": "fedga", "scores": scores, "diverged": 1}
+        return {"scale": scale, "experiments": [{"name": name, "algorithms": [entry], "verdicts": verdicts}]}
+
+    before = kept([1.0, 2.0], rows)
+    better = kept([1.0, 2.0, 3.0], [{"text": "one", "verdict": "reproduced"}, rows[1]])
+    assert evidence.joined(before, better) == better
+    assert evidence.joined(before, {**better, "experiments": []}) == before
+    with pytest.raises(SystemExit, match="less than is kept: seeds of fedga; unpack"):
+        evidence.joined(better, before)
+    with pytest.raises(SystemExit, match="less than is kept: one; unpack"):
+        evidence.joined(before, kept([3.0, 4.0], [{"text": "one", "verdict": "pending"}, rows[1]]))
+    with pytest.raises(SystemExit, match="scale medium, these runs are of small"):
+        evidence.joined(before, kept([3.0, 4.0], rows, "small"))
+
+
+def test_seeds_are_compared_one_by_one_where_both_sides_have_them():
+    """By hand: differences 1, 1, 1, 1, 6 have the mean 2 and the deviation √5, so the margin is 2.776·√5/√5."""
+    evidence = evidence_script("verdicts")
+    scores = {"first_scores": [11.0, 21.0, 31.0, 41.0, 56.0], "second_scores": [10.0, 20.0, 30.0, 40.0, 50.0]}
+    verdict, seeds = {"first": "a", "second": "b", **scores}, [0, 1, 2, 3, 4]
+    assert evidence.by_seed(verdict, {"a": seeds, "b": seeds}) == " (by seed ± 2.8)"
+    assert evidence.by_seed(verdict, {"a": seeds, "b": [0, 1, 2, 3, 5]}) == ""
+    assert evidence.by_seed(verdict, {"a": [*seeds, 5], "b": [*seeds, 5]}) == "", "one has no number"
+    assert evidence.by_seed(verdict | {"second": 0.01, "second_scores": []}, {"a": seeds}) == ""

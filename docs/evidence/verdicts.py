@@ -57,6 +57,7 @@ def kept(results: dict[str, Any]) -> dict[str, Any]:
                 {
                     "name": entry["name"],
                     **{key: rounded(beside.get(entry["name"], nothing)[key]) for key in nothing},
+                    "seeds": entry["seeds"],
                     "diverged": len(entry["diverged"]),
                     "communications": entry["communication_rounds"],
                     "chosen": entry["chosen"],
@@ -70,11 +71,26 @@ def kept(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept with these experiments in the place of theirs, in the list's order."""
+    """Return what is kept with these experiments in the place of theirs, in the list's order; nothing may be lost."""
     if before["scale"] != found["scale"]:
         raise SystemExit(f"the page is about the scale {before['scale']}, these runs are of {found['scale']}")
-    known = {one["name"]: one for one in (*before["experiments"], *found["experiments"])}
+    known = {one["name"]: one for one in before["experiments"]}
+    for one in found["experiments"]:
+        if poorer := lost(known.get(one["name"]), one):
+            raise SystemExit(f"{one['name']}: the folder has less than is kept: {poorer}; unpack its archive first")
+        known[one["name"]] = one
     return found | {"experiments": [known[one.name] for one in own_plan() if one.name in known]}
+
+
+def lost(before: dict[str, Any] | None, after: dict[str, Any]) -> str:
+    """Say what of an experiment would be lost with another in its place: an entry's seeds, or a judged claim."""
+    if before is None:
+        return ""
+    runs = {entry["name"]: len(entry["scores"]) + entry["diverged"] for entry in after["algorithms"]}
+    fewer = [e["name"] for e in before["algorithms"] if len(e["scores"]) + e["diverged"] > runs.get(e["name"], 0)]
+    pending = {row["text"] for row in after["verdicts"] if row["verdict"] == "pending"}
+    unjudged = [r["text"] for r in before["verdicts"] if r["verdict"] != "pending" and r["text"] in pending]
+    return ", ".join([*(f"seeds of {name}" for name in fewer), *unjudged])
 
 
 def keep_runs(folder: Path, name: str) -> None:
@@ -101,7 +117,7 @@ def keep_runs(folder: Path, name: str) -> None:
 def measured(metrics: bytes) -> bytes:
     """Return the rows in which something was measured, without the columns in which nothing was."""
     rows = [json.loads(line) for line in metrics.splitlines()]
-    told = [row for row in rows if row["test_accuracy"] is not None or row["train_accuracy"] is not None]
+    told = [row for row in rows if {row.get("test_accuracy"), row.get("train_accuracy")} != {None}]
     return b"".join(json.dumps({k: v for k, v in row.items() if v is not None}).encode() + b"\n" for row in told)
 
 
@@ -130,10 +146,11 @@ def apart(verdict: dict[str, Any]) -> str:
     return f"{found.value:+.3g} ± {found.margin:.2g}".replace("-", "−")
 
 
-def by_seed(verdict: dict[str, Any], whole: set[str]) -> str:
+def by_seed(verdict: dict[str, Any], seeds: dict[str, list[int]]) -> str:
     """Return Student's margin of the seeds' own differences, where both sides have the same five seeds or more."""
     first, second = verdict["first_scores"], verdict["second_scores"]
-    if len(first) != len(second) or len(first) < 5 or not {verdict["first"], verdict["second"]} <= whole:
+    own, others = (seeds.get(verdict[side], []) for side in ("first", "second"))
+    if own != others or not 5 <= len(own) == len(first) == len(second):
         return ""
     found = difference([one - other for one, other in zip(first, second, strict=True)], [0.0, 0.0])
     return "" if found is None or found.margin is None else f" (by seed ± {found.margin:.2g})"
@@ -163,9 +180,9 @@ def section(one: dict[str, Any]) -> list[str]:
     decided = [verdict for verdict in one["verdicts"] if verdict["verdict"] != "pending"]
     if decided:
         lines += ["", row("claim", "difference", "verdict"), row(*["---"] * 3)]
-    whole = {entry["name"] for entry in one["algorithms"] if not entry["diverged"]}
+    seeds = {entry["name"]: entry.get("seeds", []) for entry in one["algorithms"]}
     for verdict in sorted(decided, key=lambda found: not found["papers"]):
-        lines.append(row(verdict["text"], apart(verdict) + by_seed(verdict, whole), judged(verdict)))
+        lines.append(row(verdict["text"], apart(verdict) + by_seed(verdict, seeds), judged(verdict)))
     left = len(one["verdicts"]) - len(decided)
     return [*lines, "", *([f"Pending: {left} of {len(one['verdicts'])} claims.", ""] if left else [])]
 
@@ -230,12 +247,13 @@ def main(folder: Path | None) -> None:
     if folder is not None:
         new = kept(json.loads((folder / "results.json").read_text(encoding="utf-8")))
         found = joined(found, new)
-        KEPT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         names = [one["name"] for one in new["experiments"]]
         for name in names:
             keep_runs(folder, name)
+        KEPT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        whole = {one["name"] for one in new["experiments"] if any(entry["scores"] for entry in one["algorithms"])}
         for picture, titles in PICTURES.items():
-            if set(titles) <= set(names):
+            if set(titles) <= whole:
                 draw(folder, picture, titles)
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
