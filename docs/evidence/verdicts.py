@@ -40,7 +40,6 @@ PICTURES = {
         "cifar10-iid": "CIFAR-10",
     },
     "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
-    "flat": {"flat-digits": "Digits, one class each"},
 }
 """Drawn anew when a folder has all of a picture's experiments."""
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
