@@ -666,6 +666,9 @@ def test_the_page_of_results_says_what_its_numbers_say():
     found = json.loads(evidence.KEPT.read_text(encoding="utf-8"))
     page = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.filled(page, found) == page
+    counts = re.search(r"46 claims: (\d+) reproduced, (\d+) not reproduced, (\d+) undecidable, (\d+) pending", page)
+    words = "{} are reproduced here, {} are not, {} cannot be decided at this scale, {} are pending"
+    assert words.format(*counts.groups()) in (evidence.HERE.parents[1] / "README.md").read_text(encoding="utf-8")
     claims = {(one.name, claim.text): claim for one in read_plan() for claim in one.claims}
     judged = 0
     for one in found["experiments"]:
