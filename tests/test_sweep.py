@@ -29,6 +29,7 @@ from gradalign.sweep.protocol import (
     Outcome,
     Search,
     Stage,
+    at_ends,
     baseline_of,
     clearly_below,
     finalists_of,
@@ -134,6 +135,22 @@ def test_equal_accuracies_are_told_apart_by_the_loss():
         )
 
     assert [found.slot for found in finalists_of([one(0, 0.3), one(1, 0.2), one(2, 0.2)], 3)] == [1, 2, 0]
+
+
+def test_a_choice_at_the_end_of_its_list_is_told():
+    """Of numbers alone, and of those that were tried with several values; a value between others is no end."""
+    points = [
+        {"lr": lr, "beta": beta, "K": 5, "batch": batch}
+        for lr, beta, batch in ((0.1, 0.0, 32), (0.2, 0.03, "whole"), (0.4, 0.3, "whole"))
+    ]
+    tried = [
+        Outcome(stage="grid", slot=slot, entry="fedga", seed=0, point=point, state="complete")
+        for slot, point in enumerate(points)
+    ]
+    assert at_ends(tried, points[2]) == ["lr 0.4 is the largest tried", "beta 0.3 is the largest tried"]
+    assert at_ends(tried, points[0]) == ["lr 0.1 is the smallest tried", "beta 0 is the smallest tried"]
+    assert at_ends(tried, points[1]) == []
+    assert at_ends(tried[:1], points[0]) == [], "one value is no list"
 
 
 def test_when_everything_diverges_it_is_said():

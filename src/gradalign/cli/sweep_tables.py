@@ -30,6 +30,8 @@ def print_sweep(console: Console, summary: Mapping[str, Any], folder: Path) -> N
         "chosen by validation on training data that was held out; tested after training on all training data; "
         "mean ± standard deviation over the seeds",
     )
+    for entry, words in summary.get("at_ends", {}).items():
+        print_line(console, f"{entry}: {', '.join(words)}; a better value may lie beyond")
     if summary.get("does_it_help"):
         print_table(console, _help_table(summary["does_it_help"]))
         print_line(console, summary["does_it_help"]["sentence"])

@@ -23,7 +23,7 @@ from gradalign.server.runner import RunOptions
 from gradalign.sweep.conduct import run_search
 from gradalign.sweep.grid import FINE, PLACES, Lists, Point
 from gradalign.sweep.plan import plan_sweep
-from gradalign.sweep.protocol import best_of
+from gradalign.sweep.protocol import at_ends, best_of
 from gradalign.tracking.progress import rounds_bar
 
 STAMP, RESULTS, TABLES = "reproduction.toml", "results.json", "tables.md"
@@ -140,7 +140,8 @@ class Reproduction:
                     f"chosen on {100 * plan.holdout:g} % of each client's training examples, not trained on: the best "
                     f"of {len(outcomes)} trials of length {tune.budget}, seed {SEARCH_SEED}"
                 )
-                chosen[name] = Chosen(values=best_of(outcomes, "the search").point, source=source)
+                point = best_of(outcomes, "the search").point
+                chosen[name] = Chosen(values=point, source="; ".join([source, *at_ends(outcomes, point)]))
         return chosen
 
     # Runs

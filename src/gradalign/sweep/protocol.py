@@ -191,6 +191,20 @@ def best_of(outcomes: Sequence[Outcome], what: str) -> Outcome:
     return finalists_of(outcomes, 1, what)[0]
 
 
+def at_ends(outcomes: Sequence[Outcome], chosen: Point) -> list[str]:
+    """Say which of the chosen numbers are the smallest or the largest tried: a better one may lie beyond.
+
+    A gain over a baseline whose lr is the end of its list may be one that a larger lr has as well.
+    """
+    words = []
+    for name, value in chosen.items():
+        tried = {number for one in outcomes if isinstance(number := one.point.get(name), int | float)}
+        ends = {min(tried): "smallest", max(tried): "largest"} if len(tried) > 1 else {}
+        if isinstance(value, int | float) and value in ends:
+            words.append(f"{name} {value:g} is the {ends[value]} tried")
+    return words
+
+
 def tune(search: Search, evaluate: Evaluate) -> tuple[list[Outcome], list[Outcome]]:
     """Go through the stages; return the outcomes of the algorithm, and those of the one it takes values from."""
     if search.baseline is None:

@@ -21,7 +21,7 @@ from gradalign.runs import SUMMARY, write_json, write_toml, write_whole
 from gradalign.server.measure import versions
 from gradalign.sweep.grid import PLACES, Point, apply_point, describe_point
 from gradalign.sweep.plan import SweepPlan, plain
-from gradalign.sweep.protocol import FINAL, Found, Outcome, Scoring, best_of, count_states, scoring_of
+from gradalign.sweep.protocol import FINAL, Found, Outcome, Scoring, at_ends, best_of, count_states, scoring_of
 from gradalign.sweep.verdict import compare_with_baseline, known
 
 if TYPE_CHECKING:
@@ -96,6 +96,9 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
     scoring = scoring_of(found.tuned)
     spec = plan.spec(plan.search.entry, {})
     baseline = best_of(found.baseline, "the baseline") if found.baseline else None
+    ends = {plan.search.entry: at_ends(found.tuned, chosen)}
+    if baseline is not None:
+        ends[baseline.entry] = at_ends(found.baseline, baseline.point)
     return {
         "kind": "sweep",
         "score": scoring.name,
@@ -108,6 +111,7 @@ def summarise_sweep(plan: SweepPlan, found: Found) -> dict[str, Any]:
         "finalists": finalists,
         "best": chosen,
         "baseline_best": {"values": baseline.point, "validation_score": baseline.score} if baseline else None,
+        "at_ends": {entry: words for entry, words in ends.items() if words},
         "does_it_help": compare_with_baseline(found, chosen, scoring),
         "versions": versions(),
     }
