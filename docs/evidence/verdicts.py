@@ -244,6 +244,8 @@ def main(folder: Path | None) -> None:
     """Keep a reproduction's numbers and runs, where one is given, and write them into the page."""
     found = json.loads(KEPT.read_text(encoding="utf-8"))
     if folder is not None:
+        if not (folder / "results.json").exists():
+            raise SystemExit(f"{folder} has no results.json: gradalign reproduce --report --out {folder} writes it")
         new = kept(json.loads((folder / "results.json").read_text(encoding="utf-8")))
         found = joined(found, new)
         names = [one["name"] for one in new["experiments"]]
