@@ -138,18 +138,20 @@ def test_equal_accuracies_are_told_apart_by_the_loss():
 
 
 def test_a_choice_at_the_end_of_its_list_is_told():
-    """Of numbers alone, and of those that were tried with several values; a value between others is no end."""
+    """Of numbers alone, and of those with several values tried; below 0, and below K = 1, lies nothing."""
     points = [
-        {"lr": lr, "beta": beta, "K": 5, "batch": batch}
-        for lr, beta, batch in ((0.1, 0.0, 32), (0.2, 0.03, "whole"), (0.4, 0.3, "whole"))
+        {"lr": lr, "beta": beta, "K": steps, "weight_decay": 0.1, "batch": batch}
+        for lr, beta, steps, batch in ((0.1, 0.0, 1, 32), (0.2, 0.03, 2, "whole"), (0.4, 0.3, 2, "whole"))
     ]
     tried = [
         Outcome(stage="grid", slot=slot, entry="fedga", seed=0, point=point, state="complete")
         for slot, point in enumerate(points)
     ]
-    assert at_ends(tried, points[2]) == ["lr 0.4 is the largest tried", "beta 0.3 is the largest tried"]
-    assert at_ends(tried, points[0]) == ["lr 0.1 is the smallest tried", "beta 0 is the smallest tried"]
-    assert at_ends(tried, points[1]) == []
+    largest = ["lr 0.4 is the largest tried", "beta 0.3 is the largest tried", "K 2 is the largest tried"]
+    assert at_ends(tried, points[2]) == largest
+    assert at_ends(tried, points[0]) == ["lr 0.1 is the smallest tried"]
+    assert at_ends(tried, points[1]) == largest[2:]
+    assert at_ends(tried[1:], points[1]) == ["lr 0.2 is the smallest tried", "beta 0.03 is the smallest tried"]
     assert at_ends(tried[:1], points[0]) == [], "one value is no list"
 
 

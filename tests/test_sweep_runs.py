@@ -203,6 +203,17 @@ def test_the_best_values_compare_at_equal_communication_where_a_schedule_won(tmp
     assert (found.spec_for("fedga", 0).rounds, found.spec_for("fedavg", 0).rounds) == (20, 30)
 
 
+def test_choices_at_the_ends_of_their_lists_are_told(whole):
+    folder, result = whole
+    summary, printed = json.loads((folder / "summary.json").read_text()), " ".join(result.stdout.split())
+    lrs = {float(row["lr"]) for row in rows_of(folder) if row["stage"] == "baseline"}
+    chosen = summary["baseline_best"]["values"]["lr"]
+    assert ("lr" in str(summary["at_ends"].get("fedavg"))) == (chosen in (min(lrs), max(lrs)))
+    assert summary["at_ends"]
+    for entry, words in summary["at_ends"].items():
+        assert f"{entry}: {', '.join(words)}; a better value may lie beyond" in printed
+
+
 def test_it_ends_with_the_tuned_baseline_at_as_much_communication(whole):
     folder, result = whole
     found = json.loads((folder / "summary.json").read_text())["does_it_help"]

@@ -199,7 +199,10 @@ def at_ends(outcomes: Sequence[Outcome], chosen: Point) -> list[str]:
     words = []
     for name, value in chosen.items():
         tried = {number for one in outcomes if isinstance(number := one.point.get(name), int | float)}
-        ends = {min(tried): "smallest", max(tried): "largest"} if len(tried) > 1 else {}
+        if len(tried) < 2:
+            continue
+        least = 1 if all(isinstance(number, int) for number in tried) else 0  # of steps, and of all else
+        ends = {max(tried): "largest"} | ({min(tried): "smallest"} if min(tried) > least else {})
         if isinstance(value, int | float) and value in ends:
             words.append(f"{name} {value:g} is the {ends[value]} tried")
     return words
