@@ -26,7 +26,8 @@ from gradalign.runs import COMPARISON, FAILURE, METRICS, SPEC, SUMMARY
 
 HERE = Path(__file__).resolve().parent
 KEPT, PAGE, RUNS = HERE / "verdicts.json", HERE.parent / "results.md", HERE / "runs"
-BEGIN, END = "<!-- verdicts.py writes from here -->", "<!-- to here -->"
+GLANCE = ("<!-- verdicts.py writes the table from here -->", "<!-- the table ends here -->")
+CLAIMS = ("<!-- verdicts.py writes from here -->", "<!-- to here -->")
 ELSEWHERE = ("forms-", "digits-")  # docs/communication.md
 SAID = ("text", "papers", "at", "metric", "first", "second", "first_scores", "second_scores", "rises", "verdict", "why")
 NAMES = {"fedga": "FedGA", "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "fedprox": "FedProx", "feddyn": "FedDyn"}
@@ -42,6 +43,9 @@ PICTURES = {
     "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
 }
 """Drawn anew when a folder has all of a picture's experiments."""
+SHORT = {name: title for titles in PICTURES.values() for name, title in titles.items()}
+SHORT |= {"flat-digits": "digits, one class each, flat curves"}
+VIEWS = ("communication", "updates")
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
 
 
@@ -186,6 +190,44 @@ def section(one: dict[str, Any]) -> list[str]:
     return [*lines, "", *([f"Pending: {left} of {len(one['verdicts'])} claims.", ""] if left else [])]
 
 
+def at_a_glance(found: dict[str, Any]) -> list[str]:
+    """Return a table of FedGA − FedAvg, the paper's question, in every experiment that has finished runs of both."""
+    claims = {one.name: one.claims for one in own_plan()}
+    lines = [
+        row("FedGA − FedAvg, in points", "the paper", *(f"at equal {at}" for at in VIEWS), "where they end", "runs")
+    ]
+    lines.append(row(*["---"] * (4 + len(VIEWS))))
+    for one in found["experiments"]:
+        entries = {entry["name"]: entry for entry in one["algorithms"] if len(entry["scores"]) > 1}
+        if not {"fedga", "fedavg"} <= set(entries):
+            continue
+        pair = entries["fedga"], entries["fedavg"]
+        told = [claim for claim in claims[one["name"]] if claim.papers and asks(claim.model_dump())]
+        paper = [f"+{claim.claimed}" for claim in told if claim.claimed]
+        paper += [f"0 at equal {claim.at}" for claim in told if claim.expect == "equal"]
+        verdicts = {said["at"]: said for said in reversed(one["verdicts"]) if asks(said)}  # the first: of the ends
+        apart = [beside(pair[0]["difference"][at], verdicts.get(at)) for at in VIEWS]
+        reached = ", ".join(f"{sum(entry['scores']) / len(entry['scores']):.1f} %" for entry in pair)
+        lengths = " and ".join(f"{many:,}" for many in sorted({entry["communications"] for entry in pair}))
+        seeds = min(len(entry["scores"]) for entry in pair)
+        runs = f"{lengths} communications, {seeds} seeds"
+        lines.append(row(SHORT[one["name"]], ", ".join(paper) or "–", *apart, reached, runs))
+    return lines
+
+
+def asks(claim: dict[str, Any]) -> bool:
+    """Return whether a claim or a verdict is about FedGA's test accuracy beside FedAvg's."""
+    return [claim[key] for key in ("first", "second", "metric")] == ["fedga", "fedavg", "test_accuracy"]
+
+
+def beside(apart: dict[str, float | None], verdict: dict[str, Any] | None) -> str:
+    """Return a difference with its margin, and what was said of it."""
+    number = f"{apart['value']:+.2f} ± {apart['margin']:.2f}".replace("-", "−")
+    first, *more = ["", ""] if verdict is None else judged(verdict).split(", ")
+    rising = first == "undecidable" and any("still rising" in words for words in more)
+    return ", ".join([number, *([first] if first else []), *(["still rising"] if rising else [])])
+
+
 def own_plan() -> list[Experiment]:
     """Return the list without the experiments of another page."""
     return [one for one in read_plan() if not one.name.startswith(ELSEWHERE)]
@@ -198,16 +240,14 @@ def plain(experiments: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def block(found: dict[str, Any]) -> str:
-    """Return the page's part that is made here."""
-    lines = [BEGIN, "", verdict_words(found["scale"], plain(found["experiments"]), own_plan()), ""]
-    return "\n".join([*lines, *(line for one in found["experiments"] for line in section(one)), END])
-
-
 def filled(page: str, found: dict[str, Any]) -> str:
-    """Return the page with its part made anew."""
-    before, rest = page.split(BEGIN)
-    return before + block(found) + rest.split(END)[1]
+    """Return the page with its two parts made anew."""
+    claims = [verdict_words(found["scale"], plain(found["experiments"]), own_plan()), ""]
+    claims += [line for one in found["experiments"] for line in section(one)]
+    for (begin, end), lines in ((GLANCE, [*at_a_glance(found), ""]), (CLAIMS, claims)):
+        before, rest = page.split(begin)
+        page = before + "\n".join([begin, "", *lines, end]) + rest.split(end)[1]
+    return page
 
 
 def draw(folder: Path, picture: str, titles: dict[str, str]) -> None:
