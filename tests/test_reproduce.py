@@ -345,7 +345,9 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     assert [one["settings_to_choose"] for one in state] == [["fedprox"], []]
     assert state[0]["left"].startswith("2 of 6 runs left, about 0:00:0")
 
-    results = json.loads(call(*WORDS, "--json").stdout)
+    rest = call(*WORDS, "--json")
+    assert re.search(r"\(8 of 8 rounds\) after \d+ s: fedprox", rest.stderr), "a log tells how far a run is"
+    results = json.loads(rest.stdout)
     assert results == json.loads(Path("out/results.json").read_text()) | {"report": "out/report.html"}
     tiny, taken = results["experiments"]
     assert [one["seeds"] for one in tiny["algorithms"]] == [[0, 1]] * 3

@@ -98,6 +98,17 @@ def test_a_slow_run_says_a_word_every_half_minute(monkeypatch, capsys):
     assert [line.split()[2] for line in lines] == ["(2", "(5", "(8"], "33 seconds apart, below a tenth"
 
 
+def test_after_hours_the_words_are_further_apart(monkeypatch, capsys):
+    """A round a minute: a twentieth of the time passed is less than one up to the 20th, and less than two to the 40th."""
+    clock = iter(range(0, 100_000, 60))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress.rounds_bar(1000) as tick:
+        for number in range(1, 31):
+            tick("fedga", {"round": number})
+    rounds = [int(line.split()[2][1:]) for line in capsys.readouterr().err.splitlines()]
+    assert rounds == [*range(1, 21), 22, 24, 26, 28, 30]
+
+
 TASK = """
 import torch
 import gradalign as ga

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +64,6 @@ def reproduce(
             folder=out,
             options=options,
             say=common.say,
-            show=sys.stderr.isatty(),
             seeds=seeds,
             retune=retune,
         )

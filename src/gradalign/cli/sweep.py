@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -88,5 +87,5 @@ def sweep(
             )
             folder = output_folder(out, f"sweep-{plan.name}", resume=resume)
             common.advise_resume(folder, resume=True)  # as the same command does, unasked
-            summary = run_sweep(plan, folder, options, storage=storage, study=study, show=sys.stderr.isatty())
+            summary = run_sweep(plan, folder, options, storage=storage, study=study)
         common.print_result(as_json, summary, print_sweep, summary, folder)

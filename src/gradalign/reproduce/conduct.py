@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ class Reproduction:
     folder: Path
     options: RunOptions
     say: Say
-    show: bool = False
     seeds: int | None = None
     """How many seeds of each experiment are run now, perhaps more than the plan has; the plan's without a number."""
     retune: bool = False
@@ -132,7 +130,7 @@ class Reproduction:
         folder = self.place(experiment) / TUNE / safe_name(entry)
         if self.retune and is_there(folder):
             shutil.rmtree(folder)  # its trials would be taken as they are
-        found = run_search(plan, folder, self.options, show=self.show)
+        found = run_search(plan, folder, self.options)
         chosen = {}
         for name, outcomes in zip((entry, plan.search.baseline), found, strict=True):
             if name is not None and name not in settled:
@@ -171,9 +169,8 @@ class Reproduction:
                 if one.entry in entries and one.seed in now and outcome.runs_left([one]):
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
                     self.say(f"{what}; {outcome.time_left(planned)}")
-                    bar = rounds_bar(one.spec.rounds) if self.show else nullcontext(lambda label, row: None)
                     place = self.place(experiment) / RUNS
-                    with claimed_folder(place, planned, resume=True, grow=True), bar as tick:
+                    with claimed_folder(place, planned, resume=True, grow=True), rounds_bar(one.spec.rounds) as tick:
                         resuming = replace(self.options, resume=True)
                         run_comparison([one], resuming, on_row=lambda run, row: tick(run.entry, row))
 

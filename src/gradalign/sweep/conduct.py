@@ -28,14 +28,14 @@ _POLL_SECONDS = 0.5
 
 
 def run_sweep(
-    plan: SweepPlan, folder: Path, options: RunOptions, *, storage: str | None, study: str | None, show: bool
+    plan: SweepPlan, folder: Path, options: RunOptions, *, storage: str | None, study: str | None
 ) -> dict[str, Any]:
     """Carry a sweep out, or what is left of it, and return its summary.
 
     Processes that share the folder share the work: by a journal in it, or for many machines by the database with the
-    URL ``storage``, which holds the sweep under the name ``study`` (None: the plan's). ``show`` asks for a bar.
+    URL ``storage``, which holds the sweep under the name ``study`` (None: the plan's).
     """
-    with _at_work(plan, folder, options, _sizes(plan), storage=storage, study=study, show=show) as process:
+    with _at_work(plan, folder, options, _sizes(plan), storage=storage, study=study) as process:
         found = process.run()
     summary = write_results(folder, plan, found)
     runs = [folder / one.facts["folder"] for one in (*found.tested, *found.tested_baseline) if "folder" in one.facts]
@@ -44,14 +44,12 @@ def run_sweep(
     return summary | {"folder": str(folder), "report": report}
 
 
-def run_search(
-    plan: SweepPlan, folder: Path, options: RunOptions, *, show: bool
-) -> tuple[list[Outcome], list[Outcome]]:
+def run_search(plan: SweepPlan, folder: Path, options: RunOptions) -> tuple[list[Outcome], list[Outcome]]:
     """Carry the search alone out, or what is left of it: no finalists, and no look at the test set.
 
     Returns the outcomes of the algorithm, and those of the one it takes values from.
     """
-    with _at_work(plan, folder, options, _search_sizes(plan), show=show) as process:
+    with _at_work(plan, folder, options, _search_sizes(plan)) as process:
         return process.search()
 
 
@@ -64,13 +62,12 @@ def _at_work(
     *,
     storage: str | None = None,
     study: str | None = None,
-    show: bool,
 ) -> Iterator[_Process]:
     study = study or plan.name
     with (
         opened(folder, storage, study, plan.describe()) as database,
         working_in(folder) as worker,
-        sweep_bar(sizes, show=show) as bar,
+        sweep_bar(sizes) as bar,
     ):
         runner = TrialRunner(options, plan.stop_after)
         yield _Process(plan, folder, database, study, worker, runner, bar, len(sizes))

@@ -17,7 +17,7 @@ from gradalign.errors import shown_text
 from gradalign.tracking import accuracy_note
 
 _SPEED_SECONDS = 1800.0
-_LINE_SECONDS = 30.0
+_LINE_SECONDS, _LINE_SHARE = 30.0, 0.05
 _NAME, _NOTE = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
 
 
@@ -31,7 +31,10 @@ def score_words(name: str, shown: float) -> str:
 
 
 class _Bar:
-    """Rounds as a bar; for a pipe or a log, a line at every tenth of them, and after half a minute without one."""
+    """Rounds as a bar; for a pipe or a log, a line at every tenth of them, and after some time without one.
+
+    That time is half a minute, and later a twentieth of what has passed: a log of hours stays one that is read.
+    """
 
     def __init__(self, progress: Progress, name: str, total: int) -> None:
         self._progress, self._task = progress, progress.add_task(_plain(name), total=total, note="")
@@ -43,7 +46,8 @@ class _Bar:
             self._progress.update(self._task, description=_plain(name), completed=completed, total=total, note=note)
             return
         now, tenths = time.monotonic(), 10 * completed // max(total, 1)
-        if completed and (tenths > self._tenths or now - self._last >= _LINE_SECONDS):
+        silence = max(_LINE_SECONDS, _LINE_SHARE * (now - self._began))
+        if completed and (tenths > self._tenths or now - self._last >= silence):
             self._last, self._tenths = now, max(tenths, self._tenths)
             words = f"{100 * completed // total} % ({completed:,} of {total:,} rounds) after {now - self._began:.0f} s"
             print(shown_text(": ".join(filter(None, (words, name, note)))), file=sys.stderr, flush=True)
@@ -99,17 +103,18 @@ class SweepBar:
 
 
 @contextmanager
-def sweep_bar(sizes: Sequence[tuple[str, int, int]], *, show: bool) -> Iterator[SweepBar]:
+def sweep_bar(sizes: Sequence[tuple[str, int, int]]) -> Iterator[SweepBar]:
     """Show a sweep's progress inside the block, given (stage, trials, rounds) as far as they are known."""
     narrow = BarColumn(bar_width=16)  # with the time left, all of it fits in 80 columns
     left = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
     columns = (_NAME, narrow, bars.TaskProgressColumn(), _NOTE, *left)
+    console = Console(stderr=True)
     # Trials that end early make the bar jump: the time left follows the speed of a long while.
     with Progress(
         *columns,
-        console=Console(stderr=True),
+        console=console,
         transient=True,
-        disable=not show,
+        disable=not console.is_terminal,
         speed_estimate_period=_SPEED_SECONDS,
     ) as progress:
         yield SweepBar(progress, {stage: trials * rounds for stage, trials, rounds in sizes})
