@@ -200,10 +200,11 @@ def test_what_each_form_costs():
     assert cost(ga.FedLESAM()) == cost(ga.FedCM()) == (3, 5, 3, 24)
 
 
+@pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
-def test_a_beta_that_sets_itself_by_hand(mean):
+def test_a_beta_that_sets_itself_by_hand(mean, steps):
     """β = min(ρ/d, α/2), d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal."""
-    problem, lr, rho, decay = Quadratics.make(3, examples=(1, 2, 5)), 0.3, 0.08, 0.8
+    problem, lr, rho, decay = Quadratics.make(3, examples=(1, 2, 5)), 0.3, 0.04, 0.8
     shares, x, kept = np.array([1, 2, 5]) / 8, problem.start, None
     means, squares, betas = [], [], []
     for number in range(5):
@@ -220,20 +221,36 @@ def test_a_beta_that_sets_itself_by_hand(mean):
         moves = []
         for i in range(3):
             start = x - beta * (s - own[i]) if beta else x
-            moves.append(-lr * problem.gradient(i, start))
+            place = start
+            for _ in range(steps):
+                place = place - lr * problem.gradient(i, place)
+            moves.append(place - start)
         if known:
             squares.append(sum(p * ((g - s) ** 2).sum() for p, g in zip(shares, own, strict=True)))
-        kept = [-move / lr for move in moves]
+        kept = [-move / (lr * steps) for move in moves]
         update = sum(p * move for p, move in zip(shares, moves, strict=True))
         # Kept: s moves by (|S|/N) Σ p_i (k_i⁺ − k_i) of three among three, so it is the weighted mean.
-        means.append(-update / lr)
+        means.append(-update / (lr * steps))
         x = x + update
         betas.append(beta)
     assert 0.0 < min(betas[2:]) < lr / 2, "the length decides in some rounds"
     algorithm = ga.FedGA(beta="auto", length=rho, decay=decay, mean=mean)
-    found = run(problem, algorithm, rounds=5, lr=lr, weights="examples")
+    local = ga.LocalTraining(lr=lr, steps=steps)
+    found = run(problem, algorithm, rounds=5, local=local, weights="examples")
     assert found.history["beta"][1:] == pytest.approx(betas, abs=1e-14)
     assert vector(found).numpy() == pytest.approx(x, abs=1e-13)
+
+
+@pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
+def test_with_one_local_step_there_is_nothing_to_take_back(mean):
+    """α(K−1)/2 is 0 with K = 1: the run is FedAvg's to the bit, however far apart clients are."""
+    problem = Quadratics.make(4, examples=(1, 2, 5, 3))
+    plain, aligned = (
+        run(problem, one, rounds=6, weights="examples")
+        for one in (ga.FedAvg(), ga.FedGA(beta="auto", length=0.5, mean=mean))
+    )
+    assert set(aligned.history["beta"][1:]) == {0.0}
+    assert torch.equal(vector(aligned), vector(plain))
 
 
 @pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
@@ -263,9 +280,10 @@ def test_the_mark_is_a_product_with_one_vector(size):
 def test_mirrored_clients_are_not_alike_and_one_alone_tells_nothing():
     eye, start = np.eye(2)[None], np.array([1.0, 0.0])
     mirrored = Quadratics([eye, eye], [np.array([[0.0, 1.0]]), np.array([[0.0, -1.0]])], start)
-    betas = run(mirrored, ga.FedGA(length=0.5), rounds=4).history["beta"]
+    local = ga.LocalTraining(lr=0.1, steps=2)
+    betas = run(mirrored, ga.FedGA(length=0.5), rounds=4, local=local).history["beta"]
     assert betas[1:] == [0.0, 0.0, 0.05, 0.05]  # α/2 once there is an s, and a d that was measured beside it
-    alone = run(mirrored, ga.FedGA(length=0.5), rounds=6, clients_per_round=1).history["beta"]
+    alone = run(mirrored, ga.FedGA(length=0.5), rounds=6, clients_per_round=1, local=local).history["beta"]
     assert alone[3:] == [0.05] * 4
 
 
@@ -292,7 +310,9 @@ def test_a_distance_that_is_not_finite_teaches_nothing():
     assert after(math.inf, known) == after(math.nan, known) == after(1.0, known, lr=0.0) == known
     assert beta_of(0.3, {}, 0.1) == 0.0
     assert beta_of(0.3, after(1e-300, {}), 0.1) == beta_of(9.0, known, 0.1) == 0.05
-    assert beta_of(9.0, after(4.0, {}, steps=1.0), 0.1) == 0.05
+    bounds = {1.0: 0.0, 1.5: 0.025, 2.0: 0.05, 3.0: 0.05}  # α(K−1)/2 up to α/2; 1.5 is a mean over clients
+    for steps, bound in bounds.items():
+        assert beta_of(9.0, after(4.0, {}, steps=steps), 0.1) == pytest.approx(bound)
     assert beta_of(9.0, known, 0.01) == pytest.approx(0.005), "the bound is of this round's α"
 
 
@@ -411,7 +431,7 @@ def test_a_momentum_for_all_is_not_taken_for_a_gradient(other):
 
 def test_a_length_may_follow_the_rounds_and_rests_cost_one_trip():
     late = ga.FedGA(beta="auto", length=ga.OffUntil(value=0.2, round=2), mean="fresh")
-    found = run(Quadratics.make(4), late, rounds=4)
+    found = run(Quadratics.make(4), late, rounds=4, local=ga.LocalTraining(lr=0.1, steps=2))
     assert found.history["communication_rounds"] == [0, 1, 2, 4, 6]
     assert found.history["beta"][1:4] == [0.0, 0.0, 0.0]
     assert found.history["beta"][4] > 0.0
@@ -458,7 +478,7 @@ def test_values_that_make_no_sense_are_refused(make, problem):
 def test_without_settings_fedga_is_the_form_that_earned_it_and_a_beta_of_ones_own_is_the_papers():
     assert ga.FedGA() == ga.FedGA(beta="auto", mean="running")
     assert ga.FedGA(beta=0.1) == ga.FedGA(beta=0.1, mean="fresh")
-    found = run(Quadratics.make(4), ga.FedGA(), rounds=20)
+    found = run(Quadratics.make(4), ga.FedGA(), rounds=20, local=ga.LocalTraining(lr=0.1, steps=2))
     assert found.history["communication_rounds"] == list(range(21))
     assert found.history["beta"][1:4] == [0.0, 0.0, 0.0], "a tenth of the run, and the round that measures"
     assert all(0.0 < beta <= 0.05 for beta in found.history["beta"][4:])

@@ -1,12 +1,13 @@
 """beta = "auto": a β that sets itself.
 
-    β = q·min(ρ/d, α/2)        d² a running mean of Σ p_i ‖g_i − s‖²;  q the share of d² that is the clients' own
+    β = q·min(ρ/d, α/2, α(K−1)/2)     d² a running mean of Σ p_i ‖g_i − s‖²;  q the share of d² that is the clients' own
 
-α/2 is what SGD on the clients' mini-batches one after the other does by itself (Theorem 1). It does not grow with K:
-clients that differ strongly have gone their way after a step or two. A displacement's length βd is what a client feels,
-so ρ bounds it. With gradients of n of a client's N examples d² is disagreement and sampling noise, h² + σ²(1/n − 1/N),
-and a displacement along noise is only noise: half of the measuring rounds take n/2 examples, and what d² grows by,
-σ²(2/n − 1/n), tells the two apart.
+α(K−1)/2 takes back what K local steps do to r (Lemma 1): nothing with one step, where any β is only harm to clients
+that differ strongly. α/2 is what SGD on the clients' mini-batches one after the other does by itself (Theorem 1). It
+does not grow with K: such clients have gone their way after a step or two. A displacement's length βd is what a client
+feels, so ρ bounds it. With gradients of n of a client's N examples d² is disagreement and sampling noise,
+h² + σ²(1/n − 1/N), and a displacement along noise is only noise: half of the measuring rounds take n/2 examples, and
+what d² grows by, σ²(2/n − 1/n), tells the two apart.
 
 Clients with one and the same gradient leave the run FedAvg's. With a running mean they are not at s, which comes after
 the gradients, so d² does not tell: each reports the product of g_i with a fixed vector, and where all are alike, β = 0.
@@ -106,7 +107,8 @@ def measured(numbers: Mapping[str, float], sums: SharedSums, decay: float) -> di
     newest = newest_share(decay, rounds)
     means = {name: (1.0 - newest) * numbers.get(name, 0.0) + newest * value for name, value in seen.items()}
     if not halved:  # α by the clients' own account; the server's is for what changes from round to round
-        means |= {"most": sums.step_size / 2, "lr": sums.lr}
+        later = max(0.0, sums.total_step_size - sums.step_size)  # the steps after the first, α(K−1)
+        means |= {"most": min(sums.step_size, later) / 2, "lr": sums.lr}
     if sums.reported > 1:  # one alone cannot tell
         means["alike"] = float(alike(facts))
     return {**numbers, **means, count: rounds}
