@@ -663,6 +663,35 @@ def test_the_page_of_forms_says_what_its_numbers_say():
     assert compared > 40
 
 
+def test_the_table_of_local_steps_is_that_of_the_kept_seeds():
+    """FedAvg's and ``FedGA()``'s accuracies with K = 5, 2 and 1, and Welch's difference where they are two."""
+    forms, verdicts = evidence_script("forms"), evidence_script("verdicts")
+    page = (forms.HERE.parent / "communication.md").read_text(encoding="utf-8")
+    told = page.partition("## How many local steps")[2].partition("\n## ")[0]
+    lines = [line.split("|")[2:] for line in told.splitlines() if line.startswith("| K = ")]
+    rows = [[number for cell in cells if "β" not in cell for number in numbers_in(cell)] for cells in lines]
+    kept = [json.loads((forms.HERE / name).read_text(encoding="utf-8")) for name in ("forms.json", "verdicts.json")]
+    five, fewer = (
+        {
+            entry["name"]: entry["scores"]
+            for one in found["experiments"]
+            if one["name"] == name
+            for entry in one["algorithms"]
+        }
+        for found, name in zip(kept, ("forms-emnist-one-class", "one-class-local-steps"), strict=True)
+    )
+    pairs = [(five["fedavg"], five["fedga-auto"]), (fewer["K=2"], fewer["fedga-K=2"]), (fewer["K=1"], None)]
+    for numbers, (plain, aligned) in zip(rows, pairs, strict=True):
+        expected = [statistics.fmean(plain), statistics.stdev(plain)]
+        if aligned is not None:
+            found = difference(aligned, plain)
+            expected += [statistics.fmean(aligned), statistics.stdev(aligned), found.value, found.margin]
+        assert numbers == pytest.approx(expected, abs=0.006)
+    above = difference(fewer["K=1"], five["fedga-auto"])
+    assert f"{above.value:.1f} ± {above.margin:.1f} points above `FedGA()` with five" in told
+    assert verdicts.SHORT["emnist-one-class"] == "EMNIST, one class each"
+
+
 def test_the_page_of_results_says_what_its_numbers_say():
     """Verdicts on the page are those of the kept seeds by the plan's rules, as the plan has them now."""
     evidence = evidence_script("verdicts")

@@ -99,7 +99,7 @@ def test_a_slow_run_says_a_word_every_half_minute(monkeypatch, capsys):
 
 
 def test_after_hours_the_words_are_further_apart(monkeypatch, capsys):
-    """A round a minute: a twentieth of the time passed is less than one up to the 20th, and less than two to the 40th."""
+    """A round a minute: a twentieth of the time is at most one up to the 20th, and at most two up to the 40th."""
     clock = iter(range(0, 100_000, 60))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     with progress.rounds_bar(1000) as tick:

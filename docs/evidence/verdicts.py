@@ -32,11 +32,12 @@ ELSEWHERE = ("forms-", "digits-")  # docs/communication.md
 SAID = ("text", "papers", "at", "metric", "first", "second", "first_scores", "second_scores", "rises", "verdict", "why")
 NAMES = {"fedga": "FedGA", "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "fedprox": "FedProx", "feddyn": "FedDyn"}
 NAMES |= {"gradalign": "GradAlign", "largebatchsgd": "large-batch SGD", "sam": "SAM", "small-batch": "small-batch SGD"}
-NAMES |= {"fedga-auto": '`FedGA()`, running mean, β "auto"'}
+NAMES |= {"fedga-auto": '`FedGA()`, running mean, β "auto"', "fedga-K=2": "`FedGA()`, K=2"}
 DRAWN = ("fedavg", "fedga", "fedga-auto", "scaffold", "fedprox")
 PICTURES = {
+    "one-class": {"emnist-one-class": "EMNIST, one class each"},
     "table1": {
-        "emnist-one-class": "EMNIST, one class each",
+        "emnist-one-class-k10": "EMNIST, one class each",
         "emnist-iid": "EMNIST at random",
         "cifar10-iid": "CIFAR-10",
     },
@@ -44,7 +45,7 @@ PICTURES = {
 }
 """Drawn anew when a folder has all of a picture's experiments."""
 SHORT = {name: title for titles in PICTURES.values() for name, title in titles.items()}
-SHORT |= {"flat-digits": "digits, one class each, flat curves"}
+SHORT |= {"emnist-one-class-k10": "the same, K = 10 for all", "flat-digits": "digits, one class each, flat curves"}
 VIEWS = ("communication", "updates")
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
 
