@@ -184,6 +184,10 @@ def form_to_try(verdict: str, trained: float, gradient: float, batch: float) -> 
     costs += f"{extra} (+{gradient / trained:.0%}); as in the paper it costs 2 trips, g_i up and the same gradients."
     if verdict == "aligned":
         return f"{costs} Stay with FedAvg: there is no alignment to gain."
+    if trained <= batch:
+        return f"{costs} Stay with FedAvg: with one local step FedGA() is FedAvg, there is nothing to take back."
+    if verdict == "misaligned":
+        costs += " First compare FedAvg with one local step: with one class per client that brought more."
     if gradient > trained:
         costs += (
             f" Try FedGA() with local.gradient_examples = {batch:.0f} (+{batch / trained:.0%}): gradients of about "
