@@ -203,7 +203,7 @@ def test_what_each_form_costs():
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
 def test_a_beta_that_sets_itself_by_hand(mean, steps):
-    """β = min(ρ/d, α/2), d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal."""
+    """β = min(ρ/d, α/2) with K of 2 or 3, d² the running mean of Σ p_i‖g_i − s‖² of earlier rounds; weights unequal."""
     problem, lr, rho, decay = Quadratics.make(3, examples=(1, 2, 5)), 0.3, 0.04, 0.8
     shares, x, kept = np.array([1, 2, 5]) / 8, problem.start, None
     means, squares, betas = [], [], []
@@ -253,15 +253,46 @@ def test_with_one_local_step_there_is_nothing_to_take_back(mean):
     assert torch.equal(vector(aligned), vector(plain))
 
 
+def test_gradalign_s_one_step_keeps_its_beta():
+    """What small batches do by themselves, α/2: there K = 1 is the point."""
+    found = run(Quadratics.make(4), ga.LargeBatchGradAlign(length=1e6), rounds=4)
+    assert found.history["beta"][2:] == [0.05] * 3
+
+
+def test_the_bound_is_of_a_running_mean_of_the_clients_steps():
+    """Rounds of 1, 3 and 1 steps, the mean of K − 1, at most 1 a round, with decay ½: 0, (1/2)/(3/4), (1/2)/(7/4)."""
+    numbers: dict = {}
+    betas = []
+    for steps in (1.0, 3.0, 1.0):
+        given = {"update": torch.zeros(1), "kept_change": None, "x": torch.zeros(1), "reported": 1, "clients": 1}
+        sums = SharedSums(**given, total_step_size=0.1 * steps, step_size=0.1, lr=0.1, facts={"square": 1.0})
+        numbers = measured(numbers, sums, 0.5)
+        betas.append(beta_of(1e6, numbers, 0.1))
+    assert betas == pytest.approx([0.0, 0.05 * 2 / 3, 0.05 * 2 / 7])
+
+
+def test_where_steps_are_not_told_they_bound_nothing():
+    """An app that tells what its steps add up to, 5 of 0.01, but not how many, beside a server's lr of 0.1."""
+    given = {"update": torch.zeros(1), "kept_change": None, "x": torch.zeros(1), "reported": 1, "clients": 1}
+    sums = SharedSums(**given, total_step_size=0.05, step_size=0.1, lr=0.1, facts={"square": 1.0})
+    assert beta_of(1e6, measured({}, sums, 0.9), 0.1) == 0.05
+
+
 @pytest.mark.parametrize("mean", ["fresh", "running", "kept"])
 def test_equal_clients_leave_a_beta_that_sets_itself_finite_and_the_run_fedavg_s(mean):
     one = Quadratics.make(1)
     same = Quadratics(one.matrices * 4, one.centres * 4, one.start)
-    plain, aligned = (run(same, a, rounds=6) for a in (ga.FedAvg(), ga.FedGA(beta="auto", length=0.5, mean=mean)))
+    local = ga.LocalTraining(lr=0.1, steps=2)
+    pair = (ga.FedAvg(), ga.FedGA(beta="auto", length=0.5, mean=mean))
+    plain, aligned = (run(same, one, rounds=6, local=local) for one in pair)
     assert all(beta <= 0.05 for beta in aligned.history["beta"][1:])
     assert vector(aligned).numpy() == pytest.approx(vector(plain).numpy(), abs=1e-15)
     flat = Quadratics([np.zeros((1, 3, 3))] * 3, [np.zeros((1, 3))] * 3, np.ones(3))
-    assert vector(run(flat, ga.FedGA(beta="auto", length=0.5, mean=mean), rounds=4)).tolist() == [1.0, 1.0, 1.0]
+    assert vector(run(flat, ga.FedGA(beta="auto", length=0.5, mean=mean), rounds=4, local=local)).tolist() == [
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize("size", [5, 1024, 3000])

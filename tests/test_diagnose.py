@@ -298,11 +298,9 @@ def test_the_form_to_try_is_the_cheapest_that_can_help(verdict):
 @pytest.mark.parametrize("verdict", ["iid-like", "misaligned", "unknown"])
 def test_with_one_local_step_there_is_nothing_to_try(verdict):
     words = form_to_try(verdict, 32.0, 64.0, 32.0)
-    assert words.endswith("Stay with FedAvg: with one local step FedGA() is FedAvg, there is nothing to take back.")
+    assert words.endswith("Stay with FedAvg: with one local step FedGA()'s beta is 0, there is nothing to take back.")
     assert "Try" not in words
-    assert ("First compare FedAvg with one local step" in form_to_try(verdict, 64.0, 64.0, 32.0)) == (
-        verdict == "misaligned"
-    )
+    assert ("First try fewer local steps" in form_to_try(verdict, 64.0, 64.0, 32.0)) == (verdict == "misaligned")
 
 
 @pytest.mark.parametrize("gradient", [64.0, 640.0])

@@ -37,7 +37,7 @@ DRAWN = ("fedavg", "fedga", "fedga-auto", "scaffold", "fedprox")
 PICTURES = {
     "one-class": {"emnist-one-class": "EMNIST, one class each"},
     "table1": {
-        "emnist-one-class-k10": "EMNIST, one class each",
+        "emnist-one-class-k10": "EMNIST, one class each, K = 10",
         "emnist-iid": "EMNIST at random",
         "cifar10-iid": "CIFAR-10",
     },
@@ -45,9 +45,13 @@ PICTURES = {
 }
 """Drawn anew when a folder has all of a picture's experiments."""
 SHORT = {name: title for titles in PICTURES.values() for name, title in titles.items()}
-SHORT |= {"emnist-one-class-k10": "the same, K = 10 for all", "flat-digits": "digits, one class each, flat curves"}
+SHORT |= {
+    "emnist-one-class-k10": "EMNIST, one class each, K = 10 for all",
+    "flat-digits": "digits, one class each, flat curves",
+}
 VIEWS = ("communication", "updates")
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
+WORDS = SYMBOLS | {"beta_schedule": "β"}
 
 
 def kept(results: dict[str, Any]) -> dict[str, Any]:
@@ -172,13 +176,13 @@ def judged(verdict: dict[str, Any]) -> str:
 def section(one: dict[str, Any]) -> list[str]:
     """Return what came out of one experiment: its accuracies, and its claims, the paper's own first."""
     lines = [f"### {one['title']}", ""]
-    lines += [row("", "test accuracy, %", "seeds", "communications", "chosen"), row(*["---"] * 5)]
+    lines += [row("", "test accuracy, %", "seeds", "communications", "settings"), row(*["---"] * 5)]
     for entry in one["algorithms"]:
         values = (entry["chosen"] or {}).get("values", {})
-        shown = [key for key in ("lr", *SYMBOLS) if key in values]
+        shown = [key for key in ("lr", "K", *SYMBOLS, "beta_schedule") if key in values]
         reached = mean_and_std(entry["scores"], ".2f") if entry["scores"] else "–"
         seeds = str(len(entry["scores"])) + (f", {entry['diverged']} diverged" if entry["diverged"] else "")
-        chosen = ", ".join(f"{SYMBOLS.get(key, key)} {values[key]}" for key in shown)
+        chosen = ", ".join(f"{WORDS.get(key, key)} {values[key]}" for key in shown)
         name, length = NAMES.get(entry["name"], entry["name"]), f"{entry['communications']:,}"
         lines.append(row(name, reached, seeds, length, chosen))
     decided = [verdict for verdict in one["verdicts"] if verdict["verdict"] != "pending"]
@@ -195,7 +199,13 @@ def at_a_glance(found: dict[str, Any]) -> list[str]:
     """Return a table of FedGA − FedAvg, the paper's question, in every experiment that has finished runs of both."""
     claims = {one.name: one.claims for one in own_plan()}
     lines = [
-        row("FedGA − FedAvg, in points", "the paper", *(f"at equal {at}" for at in VIEWS), "where they end", "runs")
+        row(
+            "FedGA − FedAvg, in points",
+            "the paper",
+            *(f"at equal {at}" for at in VIEWS),
+            "FedGA and FedAvg end at",
+            "runs",
+        )
     ]
     lines.append(row(*["---"] * (4 + len(VIEWS))))
     for one in found["experiments"]:
@@ -208,7 +218,7 @@ def at_a_glance(found: dict[str, Any]) -> list[str]:
         paper += [f"0 at equal {claim.at}" for claim in told if claim.expect == "equal"]
         verdicts = {said["at"]: said for said in reversed(one["verdicts"]) if asks(said)}  # the first: of the ends
         apart = [beside(pair[0]["difference"][at], verdicts.get(at)) for at in VIEWS]
-        reached = ", ".join(f"{sum(entry['scores']) / len(entry['scores']):.1f} %" for entry in pair)
+        reached = " and ".join(f"{sum(entry['scores']) / len(entry['scores']):.1f} %" for entry in pair)
         lengths = " and ".join(f"{many:,}" for many in sorted({entry["communications"] for entry in pair}))
         seeds = min(len(entry["scores"]) for entry in pair)
         runs = f"{lengths} communications, {seeds} seeds"

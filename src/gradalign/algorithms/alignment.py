@@ -35,7 +35,8 @@ class FedGA(Algorithm):
 
     Attributes:
         beta: β, a number, a schedule over rounds, or "auto": set by how far the clients' gradients lie apart (see
-            ``auto.py``), for which each reports a few numbers. Until that is measured β = 0.
+            ``auto.py``), for which each reports a few numbers. Until that is measured β = 0, and with one local step a
+            round it stays 0: give clients several, or use FedAvg, which is the same for less.
         mean: Where ḡ comes from; unless given, "running" with "auto" and the paper's "fresh" with a β of one's own.
             "fresh": the clients send g_i first, a communication of its own. "running": v_i = −β(s − g_i), where the
             client takes g_i itself before its steps, and the server sends with x the running mean
@@ -185,7 +186,7 @@ class FedGA(Algorithm):
             carried["rounds"] = carried.get("rounds", 0.0) + bool(sums.total_step_size)
         if "square" not in sums.facts:
             return carried
-        return measured(carried, sums, self.decay)
+        return measured(carried, sums, self.decay, one_step=self.one_step)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,12 @@
     β = q·min(ρ/d, α/2, α(K−1)/2)     d² a running mean of Σ p_i ‖g_i − s‖²;  q the share of d² that is the clients' own
 
 α(K−1)/2 takes back what K local steps do to r (Lemma 1): nothing with one step, where any β is only harm to clients
-that differ strongly. α/2 is what SGD on the clients' mini-batches one after the other does by itself (Theorem 1). It
-does not grow with K: such clients have gone their way after a step or two. A displacement's length βd is what a client
-feels, so ρ bounds it. With gradients of n of a client's N examples d² is disagreement and sampling noise,
-h² + σ²(1/n − 1/N), and a displacement along noise is only noise: half of the measuring rounds take n/2 examples, and
-what d² grows by, σ²(2/n − 1/n), tells the two apart.
+that differ strongly; K is a running mean over the clients. It is no bound for GradAlign, whose one step is to do what
+small batches do, nor where an app does not tell its steps. α/2 is what SGD on the clients' mini-batches one after the
+other does by itself (Theorem 1). It does not grow with K: clients that differ strongly have gone their way after a step
+or two. A displacement's length βd is what a client feels, so ρ bounds it. With gradients of n of a client's N examples
+d² is disagreement and sampling noise, h² + σ²(1/n − 1/N), and a displacement along noise is only noise: half of the
+measuring rounds take n/2 examples, and what d² grows by, σ²(2/n − 1/n), tells the two apart.
 
 Clients with one and the same gradient leave the run FedAvg's. With a running mean they are not at s, which comes after
 the gradients, so d² does not tell: each reports the product of g_i with a fixed vector, and where all are alike, β = 0.
@@ -29,6 +30,7 @@ AUTO = "auto"
 LENGTH = OffUntil(value=0.5, share=0.1)
 """ρ where none is given: the first tenth of a run is FedAvg's, which any displacement disturbs."""
 _WIDTH = 1024
+_KNOWN = 1e-9
 _ALIKE = 1e-10
 """The variance of equal clients' products beside the square of their gradients: rounding, squared, with room."""
 
@@ -93,13 +95,24 @@ def beta_of(length: float, numbers: Mapping[str, float], lr: float) -> float:
     return own_share(numbers) * (most if length >= most * apart else length / apart)
 
 
-def measured(numbers: Mapping[str, float], sums: SharedSums, decay: float) -> dict[str, float]:
+def later_steps(sums: SharedSums) -> float:
+    """Return K − 1, the steps after the first, at most 1: more bound nothing; 1 where the steps are not known."""
+    if not sums.step_size:
+        return 1.0
+    later = sums.total_step_size / sums.step_size - 1.0
+    return 1.0 if later < -_KNOWN else min(1.0, max(0.0, later))  # of fewer than one step nobody has told
+
+
+def measured(
+    numbers: Mapping[str, float], sums: SharedSums, decay: float, *, one_step: bool = False
+) -> dict[str, float]:
     """Return the numbers after a round whose clients reported d²; one that is not finite, or α = 0, teaches nothing."""
     facts = sums.facts
     if not math.isfinite(facts["square"]) or not sums.total_step_size:
         return dict(numbers)
     halved = sums.gradient_share < 1.0
     seen = {"noisy" if halved else "square": facts["square"]}
+    seen |= {} if halved else {"later": 1.0 if one_step else later_steps(sums)}
     if "inverse" in facts:
         seen |= {"inverse halved": facts["inverse"]} if halved else {k: facts[k] for k in ("inverse", "inverse all")}
     count = "halved" if halved else "measured"
@@ -107,8 +120,7 @@ def measured(numbers: Mapping[str, float], sums: SharedSums, decay: float) -> di
     newest = newest_share(decay, rounds)
     means = {name: (1.0 - newest) * numbers.get(name, 0.0) + newest * value for name, value in seen.items()}
     if not halved:  # α by the clients' own account; the server's is for what changes from round to round
-        later = max(0.0, sums.total_step_size - sums.step_size)  # the steps after the first, α(K−1)
-        means |= {"most": min(sums.step_size, later) / 2, "lr": sums.lr}
+        means |= {"most": sums.step_size / 2 * min(1.0, round(means["later"], 9)), "lr": sums.lr}
     if sums.reported > 1:  # one alone cannot tell
         means["alike"] = float(alike(facts))
     return {**numbers, **means, count: rounds}

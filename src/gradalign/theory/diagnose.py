@@ -185,9 +185,9 @@ def form_to_try(verdict: str, trained: float, gradient: float, batch: float) -> 
     if verdict == "aligned":
         return f"{costs} Stay with FedAvg: there is no alignment to gain."
     if trained <= batch:
-        return f"{costs} Stay with FedAvg: with one local step FedGA() is FedAvg, there is nothing to take back."
+        return f"{costs} Stay with FedAvg: with one local step FedGA()'s beta is 0, there is nothing to take back."
     if verdict == "misaligned":
-        costs += " First compare FedAvg with one local step: with one class per client that brought more."
+        costs += " First try fewer local steps: with one class per client that brought more."
     if gradient > trained:
         costs += (
             f" Try FedGA() with local.gradient_examples = {batch:.0f} (+{batch / trained:.0%}): gradients of about "
@@ -237,18 +237,26 @@ def _conclude(
         gradient_examples=spent[1],
         form=form_to_try(verdict, *spent),
         verdict=verdict,
-        sentence=_sentence(verdict, relative, excess, p_value, betas, null.why_not),
+        sentence=_sentence(verdict, relative, excess, p_value, betas, null.why_not, sets_itself=steps > 1),
     )
 
 
 def _sentence(
-    verdict: str, relative: float, excess: float | None, p_value: float | None, betas: Range | None, why_not: str
+    verdict: str,
+    relative: float,
+    excess: float | None,
+    p_value: float | None,
+    betas: Range | None,
+    why_not: str,
+    *,
+    sets_itself: bool,
 ) -> str:
     far = f"the clients' gradients lie {relative:.2g} times the mean gradient's length away from it"
     if excess is not None and p_value is not None:
         far += f", {excess:.2g} times the variance of random splits of the same data (p = {p_value:.2g})"
     search = "no β can be suggested" if betas is None else f"search β from {betas[0]:.2g} to {betas[1]:.2g}"
     leave = "let β set itself" if betas is None else f"let β set itself, or {search}"
+    leave = leave if sets_itself else search  # with one local step it would set itself to 0
     ends = {
         "aligned": "they agree already, so expect FedGA to do no better than FedAvg"
         + ("" if betas is None else f" (if you try, {search})"),
