@@ -30,7 +30,6 @@ AUTO = "auto"
 LENGTH = OffUntil(value=0.5, share=0.1)
 """ρ where none is given: the first tenth of a run is FedAvg's, which any displacement disturbs."""
 _WIDTH = 1024
-_KNOWN = 1e-9
 _ALIKE = 1e-10
 """The variance of equal clients' products beside the square of their gradients: rounding, squared, with room."""
 
@@ -97,10 +96,8 @@ def beta_of(length: float, numbers: Mapping[str, float], lr: float) -> float:
 
 def later_steps(sums: SharedSums) -> float:
     """Return K − 1, the steps after the first, at most 1: more bound nothing; 1 where the steps are not known."""
-    if not sums.step_size:
-        return 1.0
-    later = sums.total_step_size / sums.step_size - 1.0
-    return 1.0 if later < -_KNOWN else min(1.0, max(0.0, later))  # of fewer than one step nobody has told
+    later = sums.total_step_size / sums.step_size - 1.0 if sums.step_size else 1.0
+    return 1.0 if later < -1e-9 else min(1.0, max(0.0, later))  # of fewer than one step nobody has told
 
 
 def measured(

@@ -237,26 +237,19 @@ def _conclude(
         gradient_examples=spent[1],
         form=form_to_try(verdict, *spent),
         verdict=verdict,
-        sentence=_sentence(verdict, relative, excess, p_value, betas, null.why_not, sets_itself=steps > 1),
+        sentence=_sentence(verdict, relative, excess, p_value, betas, null.why_not, steps),
     )
 
 
 def _sentence(
-    verdict: str,
-    relative: float,
-    excess: float | None,
-    p_value: float | None,
-    betas: Range | None,
-    why_not: str,
-    *,
-    sets_itself: bool,
+    verdict: str, relative: float, excess: float | None, p: float | None, betas: Range | None, why_not: str, steps: int
 ) -> str:
     far = f"the clients' gradients lie {relative:.2g} times the mean gradient's length away from it"
-    if excess is not None and p_value is not None:
-        far += f", {excess:.2g} times the variance of random splits of the same data (p = {p_value:.2g})"
+    if excess is not None and p is not None:
+        far += f", {excess:.2g} times the variance of random splits of the same data (p = {p:.2g})"
     search = "no β can be suggested" if betas is None else f"search β from {betas[0]:.2g} to {betas[1]:.2g}"
     leave = "let β set itself" if betas is None else f"let β set itself, or {search}"
-    leave = leave if sets_itself else search  # with one local step it would set itself to 0
+    leave = leave if steps > 1 else search  # with one local step it would set itself to 0
     ends = {
         "aligned": "they agree already, so expect FedGA to do no better than FedAvg"
         + ("" if betas is None else f" (if you try, {search})"),
