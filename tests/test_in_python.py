@@ -11,6 +11,7 @@ from torch import nn
 
 import gradalign as ga
 from conftest import blobs
+from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import combine
 from gradalign.recipes.build import build_task
 from gradalign.report import write_report
@@ -147,3 +148,32 @@ def test_the_notebook_of_the_docs_runs_and_was_run(monkeypatch, tmp_path):
     for cell in cells:
         exec(compile(cell.source.replace("rounds=30", "rounds=3"), str(path), "exec"), names)
     assert names["comparison"].results
+
+
+ONE_STEP, WHOLE = ga.LocalTraining(steps=1, batch_size=4), ga.LocalTraining()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "local", "label"),
+    [
+        (ga.FedGA(), WHOLE, "fedga"),
+        (ga.FedGA(), ONE_STEP, "fedga"),
+        (ga.FedGA() + ga.FedAdam(lr=0.1), ONE_STEP, "fedga"),
+        (ga.FedProx(mu=0.1), ONE_STEP, "fedprox"),
+        (ga.FedProx(mu=0.0), ONE_STEP, None),  # FedAvg by name
+        (ga.FedProx(mu=0.1), LOCAL, None),
+        (ga.FedGA(), ga.LocalTraining(batch_size=4), None),
+        (ga.FedGA(beta=0.1), ONE_STEP, None),
+        (ga.FedGA(beta=0.1) + ga.FedProx(mu=0.1), ONE_STEP, None),  # pulls back what β displaces
+        (known_algorithms()["gradalign"](), ONE_STEP, None),
+    ],
+)
+def test_an_algorithm_that_does_nothing_with_one_local_step_says_so(algorithm, local, label, recwarn):
+    done = ga.run(blobs(), algorithm, rounds=12, local=local, workers=0)
+    told = [one for one in recwarn if one.category is UserWarning]
+    assert [str(one.message).split()[0] for one in told] == ([label] if label else [])
+    if label:  # and so it is
+        assert told[0].filename == __file__
+        server = combine(algorithm).server
+        plain = ga.run(blobs(), combine(ga.FedAvg(), server), rounds=12, local=local, workers=0)
+        assert done.history["test_loss"] == pytest.approx(plain.history["test_loss"], rel=1e-5)

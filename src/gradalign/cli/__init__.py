@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+import warnings
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def _run() -> str | int | None:
         needed = f"the command line needs the package {missing.name}"
         print(f"error: {needed}; install it with: pip install 'gradalign[cli]'", file=sys.stderr)
         return 2
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # no line of code of ours
     try:
         app(sorted(sys.argv[1:], key="--debug".__ne__))  # an option of all commands, wherever it stands
     except SystemExit as end:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradalign.algorithms import known_algorithms
+from gradalign.algorithms import FedProx, known_algorithms
+from gradalign.algorithms.auto import AUTO
 from gradalign.algorithms.plan import Algorithm, Combination
 from gradalign.algorithms.rules import ServerRule, known_rules
 from gradalign.algorithms.schedule import Schedule, spanning, value_at
@@ -123,6 +126,16 @@ def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
     return replace(local, steps=1)
 
 
+def _warn_of_rest(local: LocalTraining, algorithm: Combination) -> None:
+    """Tell whoever called ``run`` that a part of the algorithm does nothing, as far as the settings alone show it."""
+    parts = algorithm.parts
+    resting = [part.label for part in parts if getattr(part, "beta", None) == AUTO and not part.one_step]
+    resting += [part.label for part in parts if isinstance(part, FedProx) and part.mu and len(parts) == 1]
+    if resting and local.steps_for(sys.maxsize) == 1:
+        why = f"{resting[0]} acts from a client's second local step on, and here a client takes one step a round"
+        warnings.warn(f"{why}: it changes nothing; give local.steps, or local.batch_size", stacklevel=4)
+
+
 def make_federation(
     task: Task,
     algorithm: Combination,
@@ -146,6 +159,7 @@ def make_federation(
         raise GradalignError(f"{problem}: use plain SGD (no local.optimizer), or a form with fresh gradients")
     if weights not in ("uniform", "examples"):
         raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
+    _warn_of_rest(local, algorithm)
     return Federation(
         task=task,
         algorithm=algorithm,
