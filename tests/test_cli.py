@@ -262,6 +262,6 @@ def test_a_warning_is_one_line():
     words = ["run", "digits", *map(str, SMALL), "--set", "algorithm.beta=auto", "--set", "local.steps=1"]
     said = subprocess.run([sys.executable, "-m", "gradalign", *words], capture_output=True, text=True).stderr
     assert [line for line in said.splitlines() if "warning" in line.lower()] == [
-        "warning: fedga acts from a client's second local step on, and here a client takes one step a round: "
-        "it changes nothing; give local.steps, or local.batch_size"
+        "warning: with one local step a round fedga leaves the model FedAvg's, and only costs more; "
+        "give local.steps, or local.batch_size"
     ]

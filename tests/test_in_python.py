@@ -160,6 +160,10 @@ ONE_STEP, WHOLE = ga.LocalTraining(steps=1, batch_size=4), ga.LocalTraining()
         (ga.FedGA(), ONE_STEP, "fedga"),
         (ga.FedGA() + ga.FedAdam(lr=0.1), ONE_STEP, "fedga"),
         (ga.FedProx(mu=0.1), ONE_STEP, "fedprox"),
+        (ga.Scaffold(), ONE_STEP, "scaffold"),
+        (ga.Scaffold(), ga.LocalTraining(steps=1, batch_size=4, clip_norm=0.1, weight_decay=0.1), "scaffold"),
+        (ga.Scaffold(), ga.LocalTraining(lr=0.01, steps=1, optimizer="adam"), None),  # its steps are no sums
+        (ga.Scaffold(control="kept"), ONE_STEP, None),  # of gradients of before
         (ga.FedProx(mu=0.0), ONE_STEP, None),  # FedAvg by name
         (ga.FedProx(mu=0.1), LOCAL, None),
         (ga.FedGA(), ga.LocalTraining(batch_size=4), None),
@@ -171,7 +175,7 @@ ONE_STEP, WHOLE = ga.LocalTraining(steps=1, batch_size=4), ga.LocalTraining()
 def test_an_algorithm_that_does_nothing_with_one_local_step_says_so(algorithm, local, label, recwarn):
     done = ga.run(blobs(), algorithm, rounds=12, local=local, workers=0)
     told = [one for one in recwarn if one.category is UserWarning]
-    assert [str(one.message).split()[0] for one in told] == ([label] if label else [])
+    assert [str(one.message).split(" round ")[1].split()[0] for one in told] == ([label] if label else [])
     if label:  # and so it is
         assert told[0].filename == __file__
         server = combine(algorithm).server

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradalign.algorithms import FedProx, known_algorithms
+from gradalign.algorithms import FedProx, Scaffold, known_algorithms
 from gradalign.algorithms.auto import AUTO
 from gradalign.algorithms.plan import Algorithm, Combination
 from gradalign.algorithms.rules import ServerRule, known_rules
@@ -126,14 +126,18 @@ def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
     return replace(local, steps=1)
 
 
-def _warn_of_rest(local: LocalTraining, algorithm: Combination) -> None:
-    """Tell whoever called ``run`` that a part of the algorithm does nothing, as far as the settings alone show it."""
-    parts = algorithm.parts
+def _warn_of_rest(local: LocalTraining, algorithm: Combination, dropout: float) -> None:
+    """Tell whoever called ``run`` that with one local step the model is FedAvg's, as far as the settings alone show it.
+
+    β of "auto" is 0 then, FedProx's pull begins with the second step, and the mean of SCAFFOLD's ḡ − g_i is zero.
+    """
+    parts, same = algorithm.parts, local.optimizer is None and not dropout  # who steps is who was asked for g_i
     resting = [part.label for part in parts if getattr(part, "beta", None) == AUTO and not part.one_step]
-    resting += [part.label for part in parts if isinstance(part, FedProx) and part.mu and len(parts) == 1]
+    if len(parts) == 1 and ((isinstance(part := parts[0], FedProx) and part.mu) or (part == Scaffold() and same)):
+        resting = [part.label]
     if resting and local.steps_for(sys.maxsize) == 1:
-        why = f"{resting[0]} acts from a client's second local step on, and here a client takes one step a round"
-        warnings.warn(f"{why}: it changes nothing; give local.steps, or local.batch_size", stacklevel=4)
+        why = f"with one local step a round {resting[0]} leaves the model FedAvg's, and only costs more"
+        warnings.warn(f"{why}; give local.steps, or local.batch_size", stacklevel=4)
 
 
 def make_federation(
@@ -159,7 +163,7 @@ def make_federation(
         raise GradalignError(f"{problem}: use plain SGD (no local.optimizer), or a form with fresh gradients")
     if weights not in ("uniform", "examples"):
         raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
-    _warn_of_rest(local, algorithm)
+    _warn_of_rest(local, algorithm, dropout)
     return Federation(
         task=task,
         algorithm=algorithm,
