@@ -262,6 +262,6 @@ def test_a_warning_is_one_line():
     words = ["run", "digits", *map(str, SMALL), "--set", "algorithm.beta=auto", "--set", "local.steps=1"]
     said = subprocess.run([sys.executable, "-m", "gradalign", *words], capture_output=True, text=True).stderr
     assert [line for line in said.splitlines() if "warning" in line.lower()] == [
-        "warning: with one local step a round fedga leaves the model FedAvg's, and only costs more; "
+        "warning: with one local step a round fedga changes nothing: the model is the one without it; "
         "give local.steps, or local.batch_size"
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradalign.algorithms import FedProx, Scaffold, known_algorithms
+from gradalign.algorithms import FedGA, FedProx, Scaffold, known_algorithms
 from gradalign.algorithms.auto import AUTO
 from gradalign.algorithms.plan import Algorithm, Combination
 from gradalign.algorithms.rules import ServerRule, known_rules
@@ -127,16 +127,16 @@ def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
 
 
 def _warn_of_rest(local: LocalTraining, algorithm: Combination, dropout: float) -> None:
-    """Tell whoever called ``run`` that with one local step the model is FedAvg's, as far as the settings alone show it.
+    """Tell whoever called ``run`` what does nothing with one local step, as far as the settings alone show it.
 
     β of "auto" is 0 then, FedProx's pull begins with the second step, and the mean of SCAFFOLD's ḡ − g_i is zero.
     """
     parts, same = algorithm.parts, local.optimizer is None and not dropout  # who steps is who was asked for g_i
-    resting = [part.label for part in parts if getattr(part, "beta", None) == AUTO and not part.one_step]
+    resting = [part.label for part in parts if isinstance(part, FedGA) and part.beta == AUTO and not part.one_step]
     if len(parts) == 1 and ((isinstance(part := parts[0], FedProx) and part.mu) or (part == Scaffold() and same)):
         resting = [part.label]
     if resting and local.steps_for(sys.maxsize) == 1:
-        why = f"with one local step a round {resting[0]} leaves the model FedAvg's, and only costs more"
+        why = f"with one local step a round {resting[0]} changes nothing: the model is the one without it"
         warnings.warn(f"{why}; give local.steps, or local.batch_size", stacklevel=4)
 
 
