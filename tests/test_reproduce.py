@@ -698,7 +698,8 @@ def test_the_page_of_results_says_what_its_numbers_say():
     page = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.filled(page, found) == page
     counts = re.search(r"46 claims: (\d+) reproduced, (\d+) not reproduced, (\d+) undecidable, (\d+) pending", page)
-    words = "{} are reproduced here, {} are not, {} cannot be decided at this scale, {} are pending"
+    words = "{} are reproduced here, {} are not, {} cannot be decided at this scale"
+    words += ", {} are pending" if counts[4] != "0" else "]("
     assert words.format(*counts.groups()) in (evidence.HERE.parents[1] / "README.md").read_text(encoding="utf-8")
     claims = {(one.name, claim.text): claim for one in read_plan() for claim in one.claims}
     judged = 0
@@ -743,6 +744,14 @@ def test_the_table_at_a_glance_is_worked_out_from_the_seeds():
                 assert numbers_in(told)[:2] == pytest.approx([middle, margin], abs=0.006), title
                 compared += 1
     assert compared > 8
+    kinds = [[cell.strip() for cell in line.strip("|").split("|")] for line in evidence.counts(found)]
+    sums = dict(
+        zip(kinds[0][1:], (sum(map(int, column)) for column in list(zip(*kinds[2:], strict=True))[1:]), strict=True)
+    )
+    words = evidence.verdict_words("medium", evidence.plain(found["experiments"]), evidence.own_plan())
+    assert (
+        f"Of the paper's {sums.pop('in all')} claims: {', '.join(f'{n} {word}' for word, n in sums.items())}." in words
+    )
     single = [{**one, "scores": one["scores"][:1]} for one in found["experiments"][0]["algorithms"]]
     assert len(evidence.at_a_glance({"experiments": [{**found["experiments"][0], "algorithms": single}]})) == 2
 

@@ -17,11 +17,12 @@ import json
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gradalign.report.statistics import difference, mean_and_std
 from gradalign.reproduce.outcome import HOLDS, SETTINGS, ended, verdict_words
 from gradalign.reproduce.plan import Experiment, read_plan
+from gradalign.reproduce.verdicts import Verdict
 from gradalign.runs import COMPARISON, FAILURE, METRICS, SPEC, SUMMARY
 
 HERE = Path(__file__).resolve().parent
@@ -49,6 +50,15 @@ SHORT |= {
     "emnist-one-class-k10": "EMNIST, one class each, K = 10 for all",
     "flat-digits": "digits, one class each, flat curves",
 }
+KINDS = (
+    "FedGA ends above another algorithm at equal communication",
+    "FedGA is above FedAvg at equal updates (on Shakespeare: equals it)",
+    "FedGA's drift is below FedAvg's",
+    "FedGA overfits less, its test loss is lower",
+    "SCAFFOLD's accuracy, drift, overfitting",
+    "GradAlign for large batches",
+    "who is faster; the curves over K and β; drift at random",
+)
 TABLE1 = ("fedga", "fedavg", "scaffold", "fedprox")
 VIEWS = ("communication", "updates")
 SYMBOLS = {"beta": "β", "rho": "ρ", "mu": "μ"}
@@ -201,7 +211,7 @@ def at_a_glance(found: dict[str, Any]) -> list[str]:
 
     An end is a mean of two seeds or more, too.
     """
-    claims = {one.name: one.claims for one in own_plan()}
+    known = {one.name: one for one in own_plan()}
     lines = [
         row(
             "FedGA − FedAvg, in points",
@@ -217,17 +227,41 @@ def at_a_glance(found: dict[str, Any]) -> list[str]:
         if not {"fedga", "fedavg"} <= set(entries):
             continue
         pair = entries["fedga"], entries["fedavg"]
-        told = [claim for claim in claims[one["name"]] if claim.papers and asks(claim.model_dump())]
-        paper = [f"+{claim.claimed}" for claim in told if claim.claimed]
+        told = [claim for claim in known[one["name"]].claims if claim.papers and asks(claim.model_dump())]
+        paper = [
+            f"+{claim.claimed}" if known[one["name"]].papers_setting else "a gain" for claim in told if claim.claimed
+        ]
         paper += [f"0 at equal {claim.at}" for claim in told if claim.expect == "equal"]
         verdicts = {said["at"]: said for said in reversed(one["verdicts"]) if asks(said)}  # the first: of the ends
         apart = [beside(pair[0]["difference"][at], verdicts.get(at)) for at in VIEWS]
         means = {name: f"{sum(entry['scores']) / len(entry['scores']):.1f}" for name, entry in entries.items()}
         reached = ", ".join(means.get(name, "–") for name in TABLE1)
-        lengths = " and ".join(f"{many:,}" for many in sorted({entry["communications"] for entry in pair}))
+        lengths = " and ".join(f"{many:,}" for many in dict.fromkeys(entry["communications"] for entry in pair))
         seeds = min(len(entry["scores"]) for entry in pair)
         runs = f"{lengths} communications, {seeds} seeds"
         lines.append(row(SHORT[one["name"]], ", ".join(paper) or "–", *apart, reached, runs))
+    return lines
+
+
+def kind_of(claim: dict[str, Any]) -> str:
+    """Return which kind of the paper's claims one is of: a row of the table of counts."""
+    who, metric, at = (claim[key] for key in ("first", "metric", "at"))
+    if who != "fedga":
+        return {"scaffold": KINDS[4], "gradalign": KINDS[5]}.get(who, KINDS[6])
+    if metric == "test_accuracy":
+        return KINDS[6] if claim.get("window", 0.0) == 1.0 else KINDS[0] if at == "communication" else KINDS[1]
+    return KINDS[2] if metric == "drift" else KINDS[3]
+
+
+def counts(found: dict[str, Any]) -> list[str]:
+    """Return a table of what came out of each kind of the paper's claims; what has not run is pending."""
+    said = {(one["name"], claim["text"]): claim["verdict"] for one in found["experiments"] for claim in one["verdicts"]}
+    own = [(one.name, claim.model_dump()) for one in own_plan() for claim in one.claims if claim.papers]
+    kinds = [(kind_of(claim), said.get((name, claim["text"]), "pending")) for name, claim in own]
+    lines = [row("the paper's claims", "in all", *get_args(Verdict)), row(*["---"] * (2 + len(get_args(Verdict))))]
+    for kind in KINDS:
+        came_out = [verdict for one, verdict in kinds if one == kind]
+        lines.append(row(kind, str(len(came_out)), *(str(came_out.count(word)) for word in get_args(Verdict))))
     return lines
 
 
@@ -260,7 +294,7 @@ def filled(page: str, found: dict[str, Any]) -> str:
     """Return the page with its two parts made anew."""
     claims = [verdict_words(found["scale"], plain(found["experiments"]), own_plan()), ""]
     claims += [line for one in found["experiments"] for line in section(one)]
-    for (begin, end), lines in ((GLANCE, [*at_a_glance(found), ""]), (CLAIMS, claims)):
+    for (begin, end), lines in ((GLANCE, [*at_a_glance(found), "", *counts(found), ""]), (CLAIMS, claims)):
         before, rest = page.split(begin)
         page = before + "\n".join([begin, "", *lines, end]) + rest.split(end)[1]
     return page
