@@ -318,7 +318,9 @@ def draw(folder: Path, picture: str, titles: dict[str, str]) -> None:
                 for colour, entry in zip(COLOURS, DRAWN, strict=False):
                     own = [run for run in runs if run.entry == entry]
                     if own:
-                        axes.plot(*curve(own, key, unit), color=colour, lw=1.4, label=NAMES[entry].replace("`", ""))
+                        dashes = "--" if entry == "fedprox" else "-"  # it may lie on FedAvg's
+                        name = NAMES[entry].replace("`", "")
+                        axes.plot(*curve(own, key, unit), dashes, color=colour, lw=1.4, label=name)
                 tidy(axes, label, f"{title}\ntest accuracy, %" if place == 0 else "")
                 ends = [drawn.get_ydata()[len(drawn.get_ydata()) // 8 :] for drawn in axes.lines]
                 low, high = min(map(min, ends)), max(map(max, ends))  # where they end, not how they begin
