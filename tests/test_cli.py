@@ -263,5 +263,5 @@ def test_a_warning_is_one_line():
     said = subprocess.run([sys.executable, "-m", "gradalign", *words], capture_output=True, text=True).stderr
     assert [line for line in said.splitlines() if "warning" in line.lower()] == [
         "warning: with one local step a round fedga changes nothing: the model is the one without it; "
-        "give local.steps, or local.batch_size"
+        "let clients take more local.steps or local.epochs"
     ]

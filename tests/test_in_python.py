@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ import gradalign as ga
 from conftest import blobs
 from gradalign.algorithms import known_algorithms
 from gradalign.algorithms.plan import combine
+from gradalign.errors import GradalignWarning
+from gradalign.flower.strategy import RemoteClients
 from gradalign.recipes.build import build_task
 from gradalign.report import write_report
+from gradalign.server.federation import Federation, make_federation, without_effect
 from gradalign.tracking import in_notebook, rounds_line
 
 LOCAL = ga.LocalTraining(lr=0.1, steps=2, batch_size=10)
@@ -150,6 +154,19 @@ def test_the_notebook_of_the_docs_runs_and_was_run(monkeypatch, tmp_path):
     assert names["comparison"].results
 
 
+class OwnProx(ga.FedProx):
+    """A class of the user's, which may do anything."""
+
+
+def test_clients_of_a_flower_app_take_their_own_steps():
+    def federation(task: ga.Task) -> Federation:
+        given = {"per_round": None, "weights": "uniform", "dropout": 0.0, "seed": 0}
+        return make_federation(task, combine(ga.FedGA()), WHOLE, **given)
+
+    assert "fedga" in without_effect(federation(blobs()))
+    assert without_effect(federation(replace(blobs(), clients=RemoteClients(6, {})))) is None
+
+
 ONE_STEP, WHOLE = ga.LocalTraining(steps=1, batch_size=4), ga.LocalTraining()
 
 
@@ -170,11 +187,14 @@ ONE_STEP, WHOLE = ga.LocalTraining(steps=1, batch_size=4), ga.LocalTraining()
         (ga.FedGA(beta=0.1), ONE_STEP, None),
         (ga.FedGA(beta=0.1) + ga.FedProx(mu=0.1), ONE_STEP, None),  # pulls back what β displaces
         (known_algorithms()["gradalign"](), ONE_STEP, None),
+        (ga.FedGA(), ga.LocalTraining(batch_size=64), "fedga"),  # clients have 20 examples
+        (ga.FedGA(), ga.LocalTraining(batch_size=64, epochs=2), None),
+        (OwnProx(mu=0.1), ONE_STEP, None),
     ],
 )
 def test_an_algorithm_that_does_nothing_with_one_local_step_says_so(algorithm, local, label, recwarn):
     done = ga.run(blobs(), algorithm, rounds=12, local=local, workers=0)
-    told = [one for one in recwarn if one.category is UserWarning]
+    told = [one for one in recwarn if one.category is GradalignWarning]
     assert [str(one.message).split(" round ")[1].split()[0] for one in told] == ([label] if label else [])
     if label:  # and so it is
         assert told[0].filename == __file__

@@ -56,7 +56,7 @@ KINDS = (
     "FedGA's drift is below FedAvg's",
     "FedGA overfits less, its test loss is lower",
     "SCAFFOLD's accuracy, drift, overfitting",
-    "GradAlign for large batches",
+    "GradAlign for large batches, on CIFAR-10",
     "who is faster; the curves over K and β; drift at random",
 )
 TABLE1 = ("fedga", "fedavg", "scaffold", "fedprox")
@@ -234,13 +234,19 @@ def at_a_glance(found: dict[str, Any]) -> list[str]:
         paper += [f"0 at equal {claim.at}" for claim in told if claim.expect == "equal"]
         verdicts = {said["at"]: said for said in reversed(one["verdicts"]) if asks(said)}  # the first: of the ends
         apart = [beside(pair[0]["difference"][at], verdicts.get(at)) for at in VIEWS]
-        means = {name: f"{sum(entry['scores']) / len(entry['scores']):.1f}" for name, entry in entries.items()}
-        reached = ", ".join(means.get(name, "–") for name in TABLE1)
-        lengths = " and ".join(f"{many:,}" for many in dict.fromkeys(entry["communications"] for entry in pair))
-        seeds = min(len(entry["scores"]) for entry in pair)
-        runs = f"{lengths} communications, {seeds} seeds"
+        seeds, lengths = min(len(entry["scores"]) for entry in pair), [entry["communications"] for entry in pair]
+        reached = ", ".join(end_of(entries.get(name), seeds, lengths) for name in TABLE1)
+        runs = f"{' and '.join(f'{many:,}' for many in dict.fromkeys(lengths))} communications, {seeds} seeds"
         lines.append(row(SHORT[one["name"]], ", ".join(paper) or "–", *apart, reached, runs))
     return lines
+
+
+def end_of(entry: dict[str, Any] | None, seeds: int, lengths: list[int]) -> str:
+    """Return where an entry's runs end, with its seeds where they are others than the row's; nothing of other runs."""
+    if entry is None or entry["communications"] not in lengths:
+        return "–"
+    many = len(entry["scores"])
+    return f"{sum(entry['scores']) / many:.1f}" + (f" ({many} seeds)" if many < seeds else "")
 
 
 def kind_of(claim: dict[str, Any]) -> str:
@@ -319,8 +325,8 @@ def draw(folder: Path, picture: str, titles: dict[str, str]) -> None:
                     own = [run for run in runs if run.entry == entry]
                     if own:
                         dashes = "--" if entry == "fedprox" else "-"  # it may lie on FedAvg's
-                        name = NAMES[entry].replace("`", "")
-                        axes.plot(*curve(own, key, unit), dashes, color=colour, lw=1.4, label=name)
+                        style = {"color": colour, "lw": 1.4, "label": NAMES[entry].replace("`", "")}
+                        axes.plot(*curve(own, key, unit), dashes, **style)
                 tidy(axes, label, f"{title}\ntest accuracy, %" if place == 0 else "")
                 ends = [drawn.get_ydata()[len(drawn.get_ydata()) // 8 :] for drawn in axes.lines]
                 low, high = min(map(min, ends)), max(map(max, ends))  # where they end, not how they begin

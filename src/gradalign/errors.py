@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -25,6 +27,18 @@ class GradalignError(ValueError):
     def __init__(self, message: object = "") -> None:
         lines = str(message).replace("\t", " ").splitlines()
         super().__init__(shown_text(" ".join(line.strip() for line in lines)))
+
+
+class GradalignWarning(UserWarning):
+    """Something that was asked for works, and is hardly what was meant."""
+
+
+def warn(text: str) -> None:
+    """Warn at the line, outside the library, that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "gradalign":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, GradalignWarning, stacklevel=level)
 
 
 class NotWrittenError(GradalignError):

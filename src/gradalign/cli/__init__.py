@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import warnings
+from typing import Any
 
 
 def main() -> None:
@@ -40,12 +41,24 @@ def _run() -> str | int | None:
         needed = f"the command line needs the package {missing.name}"
         print(f"error: {needed}; install it with: pip install 'gradalign[cli]'", file=sys.stderr)
         return 2
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # no line of code of ours
+    warnings.showwarning = _show_warning
     try:
         app(sorted(sys.argv[1:], key="--debug".__ne__))  # an option of all commands, wherever it stands
     except SystemExit as end:
         return end.code
     return 0
+
+
+_show_others, _told = warnings.showwarning, set[str]()
+
+
+def _show_warning(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Print a warning of this library as one line, without code, once in a command; others' as they are."""
+    if category.__module__ != "gradalign.errors":
+        _show_others(message, category, *where, **more)
+    elif str(message) not in _told:
+        _told.add(str(message))
+        print(f"warning: {message}", file=sys.stderr)
 
 
 # Standard output and standard error that nobody reads any more, or that were never there: a run goes on without them.

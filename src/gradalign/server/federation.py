@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections import Counter
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -126,18 +125,20 @@ def single_step(local: LocalTraining, algorithm: Combination) -> LocalTraining:
     return replace(local, steps=1)
 
 
-def _warn_of_rest(local: LocalTraining, algorithm: Combination, dropout: float) -> None:
-    """Tell whoever called ``run`` what does nothing with one local step, as far as the settings alone show it.
+def without_effect(federation: Federation) -> str | None:
+    """Say what of the algorithm does nothing where all clients take one local step; None where nothing is like that.
 
     β of "auto" is 0 then, FedProx's pull begins with the second step, and the mean of SCAFFOLD's ḡ − g_i is zero.
     """
-    parts, same = algorithm.parts, local.optimizer is None and not dropout  # who steps is who was asked for g_i
-    resting = [part.label for part in parts if isinstance(part, FedGA) and part.beta == AUTO and not part.one_step]
-    if len(parts) == 1 and ((isinstance(part := parts[0], FedProx) and part.mu) or (part == Scaffold() and same)):
+    local, parts, sizes = federation.local, federation.algorithm.parts, federation.task.sizes
+    if federation.elsewhere or local.steps_for(sys.maxsize if sizes is None else int(max(sizes))) > 1:
+        return None
+    resting = [part.label for part in parts if type(part) is FedGA and part.beta == AUTO]
+    same = local.optimizer is None and not federation.dropout  # who steps, and by a sum, is who was asked for g_i
+    if len(parts) == 1 and ((type(part := parts[0]) is FedProx and part.mu) or (part == Scaffold() and same)):
         resting = [part.label]
-    if resting and local.steps_for(sys.maxsize) == 1:
-        why = f"with one local step a round {resting[0]} changes nothing: the model is the one without it"
-        warnings.warn(f"{why}; give local.steps, or local.batch_size", stacklevel=4)
+    why = "changes nothing: the model is the one without it; let clients take more local.steps or local.epochs"
+    return f"with one local step a round {resting[0]} {why}" if resting else None
 
 
 def make_federation(
@@ -163,7 +164,6 @@ def make_federation(
         raise GradalignError(f"{problem}: use plain SGD (no local.optimizer), or a form with fresh gradients")
     if weights not in ("uniform", "examples"):
         raise GradalignError(f'clients.weights must be "uniform" or "examples", got "{weights}"')
-    _warn_of_rest(local, algorithm, dropout)
     return Federation(
         task=task,
         algorithm=algorithm,

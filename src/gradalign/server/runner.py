@@ -26,7 +26,7 @@ from gradalign.runs.folder import RunFolder
 from gradalign.runs.metrics import read_metrics
 from gradalign.server.all_rounds import AllRounds, Tell, columns, model_at
 from gradalign.server.clients import ClientResults
-from gradalign.server.federation import Federation, unlike
+from gradalign.server.federation import Federation, unlike, without_effect
 from gradalign.server.measure import Measure, Row, require_measurable
 from gradalign.server.monitor import OnRound
 from gradalign.server.result import Result
@@ -113,6 +113,8 @@ def conduct(
             (history, summary, table), point = engine.follow()
             model, clients = model_at(federation, point), None if table is None else ClientResults.from_table(table)
             return Result(history=history, summary=summary, model=model, folder=None, client_results=clients)
+        if (idle := without_effect(federation)) is not None:
+            errors.warn(idle)
         folder = None
         if info.folder is not None:
             require_writable(federation.task.make_model(seed))
