@@ -131,7 +131,7 @@ def without_effect(federation: Federation) -> str | None:
     β of "auto" is 0 then, FedProx's pull begins with the second step, and the mean of SCAFFOLD's ḡ − g_i is zero.
     """
     local, parts, sizes = federation.local, federation.algorithm.parts, federation.task.sizes
-    if federation.elsewhere or local.steps_for(sys.maxsize if sizes is None else int(max(sizes))) > 1:
+    if federation.elsewhere or local.steps_for(sys.maxsize if sizes is None else int(sizes.max())) > 1:
         return None
     resting = [part.label for part in parts if type(part) is FedGA and part.beta == AUTO]
     same = local.optimizer is None and not federation.dropout  # who steps, and by a sum, is who was asked for g_i
