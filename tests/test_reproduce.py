@@ -489,8 +489,7 @@ def test_an_experiment_becomes_longer_as_a_whole_or_not_at_all():
 
 def test_a_longer_run_may_be_measured_as_a_shorter_one_was():
     plan = {one.name: one for one in read_plan()}["emnist-one-class"]
-    short = plan.scales["medium"]
-    assert short.measured_as is None
+    short = plan.scales["medium"].model_copy(update={"measured_as": None})
     longer = short.model_copy(update={"budget": 3 * short.budget, "measured_as": short.budget})
     for entry, rounds in (("fedga", short.budget // 2), ("fedavg", short.budget)):
         specs = [
