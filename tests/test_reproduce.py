@@ -731,7 +731,8 @@ def test_differences_in_words_are_those_of_the_kept_seeds():
     evidence = evidence_script("verdicts")
     kept = [json.loads((evidence.HERE / name).read_text(encoding="utf-8")) for name in ("forms.json", "verdicts.json")]
     known = [pair for found in kept for one in found["experiments"] for pair in kept_differences(one)]
-    known += [(apart.value, apart.margin) for apart in evidence_script("overfitting").compared().values()]
+    losses = evidence_script("overfitting").compared().values()
+    known += [(apart.value, apart.margin) for read in losses for apart in read]
     page = evidence.PAGE.read_text(encoding="utf-8")
     for begin, end in (evidence.GLANCE, evidence.CLAIMS):
         page = page.partition(begin)[0] + page.partition(end)[2]

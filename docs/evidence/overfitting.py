@@ -25,6 +25,8 @@ TITLES = {
     "cifar100": "CIFAR-100, two classes each, K = 2",
 }
 DRAWN = {"fedavg": "FedAvg", "fedga": "FedGA", "scaffold": "SCAFFOLD"}
+TIMES = (1.0, 1.1, 1.25)
+"""Where it is read: at so many times the training loss at which the slower side ends."""
 
 
 def kept_runs(name: str) -> dict[str, list[Run]]:
@@ -45,19 +47,19 @@ def losses(run: Run) -> tuple[np.ndarray, np.ndarray]:
     return train[1], np.interp(train[0], *test)
 
 
-def at_equal_training(first: list[Run], second: list[Run]) -> Difference:
+def at_equal_training(first: list[Run], second: list[Run], times: float) -> Difference:
     """Return how far the first's test loss is above the second's at a training loss that both sides pass.
 
-    It is a tenth above the one at which the slower side ends. A run's number is that of the straight line through its
-    points, from the slower side's end to 1.6 times that.
+    It is so many times the one at which the slower side ends, the mean over its last tenth. A run's number is that of
+    the straight line through its points within a quarter of that loss, where there are the most of both sides.
     """
     ways = [[losses(run) for run in side] for side in (first, second)]
-    end = max(float(np.mean([train[-1] for train, _ in side])) for side in ways)
+    where = times * max(float(np.mean([train[-len(train) // 10 :].mean() for train, _ in side])) for side in ways)
     scores = []
     for side in ways:
-        near = [(train >= 0.98 * end) & (train <= 1.6 * end) for train, _ in side]
+        near = [abs(np.log(train / where)) <= np.log(1.25) for train, _ in side]
         lines = [np.polyfit(train[here], test[here], 1) for here, (train, test) in zip(near, side, strict=True)]
-        scores.append([float(np.polyval(line, 1.1 * end)) for line in lines])
+        scores.append([float(np.polyval(line, where)) for line in lines])
     apart = difference(*scores)
     assert apart is not None
     return apart
@@ -91,11 +93,11 @@ def draw(found: dict[str, dict[str, list[Run]]]) -> None:
         save(figure, HERE.parent / "images" / "overfitting.png", dpi=110)
 
 
-def compared() -> dict[tuple[str, str], Difference]:
-    """Return how far the others' test loss is above FedAvg's at equal training loss, in each kept experiment."""
+def compared() -> dict[tuple[str, str], list[Difference]]:
+    """Return how far the others' test loss is above FedAvg's at equal training losses, in each kept experiment."""
     found = {name: kept_runs(name) for name in TITLES if (RUNS / f"{name}.tar.xz").exists()}
     return {
-        (name, entry): at_equal_training(runs[entry], runs["fedavg"])
+        (name, entry): [at_equal_training(runs[entry], runs["fedavg"], times) for times in TIMES]
         for name, runs in found.items()
         for entry in runs
         if entry != "fedavg"
@@ -104,5 +106,7 @@ def compared() -> dict[tuple[str, str], Difference]:
 
 if __name__ == "__main__":
     draw({name: kept_runs(name) for name in TITLES if (RUNS / f"{name}.tar.xz").exists()})
+    print(f"| test loss above FedAvg's | {' | '.join(f'at {times} times' for times in TIMES)} |")
     for (name, entry), apart in compared().items():
-        print(f"{name}, {entry} − fedavg, test loss: {apart.value:+.4f} ± {apart.margin:.4f}")
+        cells = [f"{one.value:+.3f} ± {one.margin:.3f}".replace("-", "−") for one in apart]
+        print(f"| {TITLES[name]}: {DRAWN[entry]} | {' | '.join(cells)} |")

@@ -19,6 +19,8 @@ import tarfile
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 from gradalign.report.statistics import difference, mean_and_std
 from gradalign.reproduce.outcome import HOLDS, SETTINGS, ended, verdict_words
 from gradalign.reproduce.plan import Experiment, read_plan
@@ -36,17 +38,17 @@ NAMES |= {"gradalign": "GradAlign", "largebatchsgd": "large-batch SGD", "sam": "
 NAMES |= {"fedga-auto": '`FedGA()`, running mean, β "auto"', "fedga-K=2": "`FedGA()`, K=2"}
 DRAWN = ("fedavg", "fedga", "fedga-auto", "scaffold", "fedprox")
 PICTURES = {
-    "one-class": {"emnist-one-class": "EMNIST, one class each"},
-    "table1": {
-        "emnist-one-class-k10": "EMNIST, one class each, K = 10",
-        "emnist-iid": "EMNIST at random",
-        "cifar10-iid": "CIFAR-10",
+    "one-class": {
+        "emnist-one-class": "one class each, K = 1",
+        "emnist-one-class-k10": "one class each, K = 10",
     },
+    "at-random": {"emnist-iid": "EMNIST at random", "cifar10-iid": "CIFAR-10"},
     "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
 }
 """Drawn anew when a folder has all of a picture's experiments."""
 SHORT = {name: title for titles in PICTURES.values() for name, title in titles.items()}
 SHORT |= {
+    "emnist-one-class": "EMNIST, one class each",
     "emnist-one-class-k10": "EMNIST, one class each, K = 10 for all",
     "flat-digits": "digits, one class each, flat curves",
 }
@@ -202,8 +204,9 @@ def section(one: dict[str, Any]) -> list[str]:
     seeds = {entry["name"]: entry.get("seeds", []) for entry in one["algorithms"]}
     for verdict in sorted(decided, key=lambda found: not found["papers"]):
         lines.append(row(verdict["text"], apart(verdict) + by_seed(verdict, seeds), judged(verdict)))
-    left = len(one["verdicts"]) - len(decided)
-    return [*lines, "", *([f"Pending: {left} of {len(one['verdicts'])} claims.", ""] if left else [])]
+    left = [verdict for verdict in one["verdicts"] if verdict["verdict"] == "pending"]
+    whose = "the paper's" if any(verdict["papers"] for verdict in left) else "none of them the paper's"
+    return [*lines, "", *([f"Not run: {len(left)} of {len(one['verdicts'])} claims, {whose}.", ""] if left else [])]
 
 
 def at_a_glance(found: dict[str, Any]) -> list[str]:
@@ -327,6 +330,10 @@ def draw(folder: Path, picture: str, titles: dict[str, str]) -> None:
                         dashes = "--" if entry == "fedprox" else "-"  # it may lie on FedAvg's
                         style = {"color": colour, "lw": 1.4, "label": NAMES[entry].replace("`", "")}
                         axes.plot(*curve(own, key, unit), dashes, **style)
+                        seeds = [curve([run], key, unit) for run in own]
+                        points = min(len(x) for x, _ in seeds)
+                        low, high = (side([y[:points] for _, y in seeds], axis=0) for side in (np.min, np.max))
+                        axes.fill_between(seeds[0][0][:points], low, high, color=colour, alpha=0.15, lw=0)
                 tidy(axes, label, f"{title}\ntest accuracy, %" if place == 0 else "")
                 ends = [drawn.get_ydata()[len(drawn.get_ydata()) // 8 :] for drawn in axes.lines]
                 low, high = min(map(min, ends)), max(map(max, ends))  # where they end, not how they begin
