@@ -8,6 +8,7 @@ measured seldom; the test loss of those rounds is read off the line between its 
 
 from __future__ import annotations
 
+import math
 import tarfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +34,7 @@ def kept_runs(name: str) -> dict[str, list[Run]]:
     """Return an experiment's kept runs by algorithm, those that there are."""
     with TemporaryDirectory() as place, tarfile.open(RUNS / f"{name}.tar.xz") as archive:
         archive.extractall(place, filter="data")
-        runs = gather([Path(place) / name / "runs"]).runs
+        runs = [run for run in gather([Path(place) / name / "runs"]).runs if run.state == "complete"]
     by_name = {entry: [run for run in runs if run.entry == entry] for entry in DRAWN}
     return {entry: own for entry, own in by_name.items() if own}
 
@@ -54,10 +55,13 @@ def at_equal_training(first: list[Run], second: list[Run], times: float) -> Diff
     the straight line through its points within a quarter of that loss, where there are the most of both sides.
     """
     ways = [[losses(run) for run in side] for side in (first, second)]
-    where = times * max(float(np.mean([train[-len(train) // 10 :].mean() for train, _ in side])) for side in ways)
+    where = times * max(
+        float(np.mean([train[-math.ceil(len(train) / 10) :].mean() for train, _ in side])) for side in ways
+    )
     scores = []
     for side in ways:
         near = [abs(np.log(train / where)) <= np.log(1.25) for train, _ in side]
+        assert min(here.sum() for here in near) > 2, "too few measurements near there for a line"
         lines = [np.polyfit(train[here], test[here], 1) for here, (train, test) in zip(near, side, strict=True)]
         scores.append([float(np.polyval(line, where)) for line in lines])
     apart = difference(*scores)
@@ -93,9 +97,8 @@ def draw(found: dict[str, dict[str, list[Run]]]) -> None:
         save(figure, HERE.parent / "images" / "overfitting.png", dpi=110)
 
 
-def compared() -> dict[tuple[str, str], list[Difference]]:
-    """Return how far the others' test loss is above FedAvg's at equal training losses, in each kept experiment."""
-    found = {name: kept_runs(name) for name in TITLES if (RUNS / f"{name}.tar.xz").exists()}
+def compared(found: dict[str, dict[str, list[Run]]]) -> dict[tuple[str, str], list[Difference]]:
+    """Return how far the others' test loss is above FedAvg's at equal training losses, in each experiment."""
     return {
         (name, entry): [at_equal_training(runs[entry], runs["fedavg"], times) for times in TIMES]
         for name, runs in found.items()
@@ -105,8 +108,9 @@ def compared() -> dict[tuple[str, str], list[Difference]]:
 
 
 if __name__ == "__main__":
-    draw({name: kept_runs(name) for name in TITLES if (RUNS / f"{name}.tar.xz").exists()})
+    known = {name: kept_runs(name) for name in TITLES}
+    draw(known)
     print(f"| test loss above FedAvg's | {' | '.join(f'at {times} times' for times in TIMES)} |")
-    for (name, entry), apart in compared().items():
+    for (name, entry), apart in compared(known).items():
         cells = [f"{one.value:+.3f} ± {one.margin:.3f}".replace("-", "−") for one in apart]
         print(f"| {TITLES[name]}: {DRAWN[entry]} | {' | '.join(cells)} |")

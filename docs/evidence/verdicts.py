@@ -204,9 +204,9 @@ def section(one: dict[str, Any]) -> list[str]:
     seeds = {entry["name"]: entry.get("seeds", []) for entry in one["algorithms"]}
     for verdict in sorted(decided, key=lambda found: not found["papers"]):
         lines.append(row(verdict["text"], apart(verdict) + by_seed(verdict, seeds), judged(verdict)))
-    left = [verdict for verdict in one["verdicts"] if verdict["verdict"] == "pending"]
-    whose = "the paper's" if any(verdict["papers"] for verdict in left) else "none of them the paper's"
-    return [*lines, "", *([f"Not run: {len(left)} of {len(one['verdicts'])} claims, {whose}.", ""] if left else [])]
+    left = [verdict["papers"] for verdict in one["verdicts"] if verdict["verdict"] == "pending"]
+    not_run = f"Not run: {len(left)} of {len(one['verdicts'])} claims, {sum(left)} of them counted as the paper's."
+    return [*lines, "", *([not_run, ""] if left else [])]
 
 
 def at_a_glance(found: dict[str, Any]) -> list[str]:
