@@ -843,6 +843,29 @@ def test_a_claim_beside_another_experiment_has_all_its_seeds():
         assert len(row["second_scores"]) == len(kept[row["second"]]), row["text"]
 
 
+def test_a_setting_at_the_end_of_its_list_is_marked_as_one():
+    """A reader sees where a better value may lie beyond what was tried: it undid a gain once, on digits."""
+    evidence = evidence_script("verdicts")
+    plan = {one.name: one for one in read_plan()}
+    marked = {}
+    for one in json.loads(evidence.KEPT.read_text(encoding="utf-8"))["experiments"]:
+        tune = plan[one["name"]].at("medium").tune
+        for entry in one["algorithms"]:
+            words = evidence.settings(entry["chosen"])
+            marked[one["name"], entry["name"]] = words
+            lists = (
+                tune.lists[entry["name"]].model_dump(exclude_none=True) if tune and entry["name"] in tune.lists else {}
+            )
+            for key, symbol in (("lr", "lr"), ("beta", "β"), ("rho", "ρ"), ("mu", "μ")):
+                tried = [*lists.get(key, []), *lists.get(f"{key}_fine", [])]
+                for end, word in ((min, "smallest"), (max, "largest")) if len(tried) > 1 else ():
+                    told = f"{symbol} {end(tried)} ({word} tried)"
+                    assert (entry["chosen"]["values"][key] != end(tried)) or told in words, (one["name"], entry["name"])
+    assert marked["cifar10-iid", "fedprox"] == "lr 0.2, K 10, μ 0.01", "its lr is FedAvg's"
+    assert marked["emnist-one-class-k10", "fedavg"] == "lr 0.1, K 10", "0.05 to 0.4 were tried"
+    assert "lr 0.2 (largest tried)" in marked["cifar10-iid", "fedavg"]
+
+
 def test_the_table_at_a_glance_is_worked_out_from_the_seeds():
     """Its numbers are Welch's, of the seeds' scores that the first claim on the two was judged by, at either cost."""
     evidence = evidence_script("verdicts")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -186,18 +187,25 @@ def judged(verdict: dict[str, Any]) -> str:
     return ", ".join([words, *left_out, *more])
 
 
+def settings(chosen: dict[str, Any] | None) -> str:
+    """Return the chosen settings; of those at the end of what was tried it is said: a better one may lie beyond."""
+    if chosen is None:
+        return ""
+    ends = dict(re.findall(r"(\w+) \S+ is the (largest|smallest) tried", chosen["source"]))
+    shown = [key for key in ("lr", "K", *SYMBOLS, "beta_schedule") if key in chosen["values"]]
+    tried = {key: f" ({ends[key]} tried)" for key in ends}
+    return ", ".join(f"{WORDS.get(key, key)} {chosen['values'][key]}{tried.get(key, '')}" for key in shown)
+
+
 def section(one: dict[str, Any]) -> list[str]:
     """Return what came out of one experiment: its accuracies, and its claims, the paper's own first."""
     lines = [f"### {one['title']}", ""]
     lines += [row("", "test accuracy, %", "seeds", "communications", "settings"), row(*["---"] * 5)]
     for entry in one["algorithms"]:
-        values = (entry["chosen"] or {}).get("values", {})
-        shown = [key for key in ("lr", "K", *SYMBOLS, "beta_schedule") if key in values]
         reached = mean_and_std(entry["scores"], ".2f") if entry["scores"] else "–"
         seeds = str(len(entry["scores"])) + (f", {entry['diverged']} diverged" if entry["diverged"] else "")
-        chosen = ", ".join(f"{WORDS.get(key, key)} {values[key]}" for key in shown)
         name, length = NAMES.get(entry["name"], entry["name"]), f"{entry['communications']:,}"
-        lines.append(row(name, reached, seeds, length, chosen))
+        lines.append(row(name, reached, seeds, length, settings(entry["chosen"])))
     decided = [verdict for verdict in one["verdicts"] if verdict["verdict"] != "pending"]
     if decided:
         lines += ["", row("claim", "difference", "verdict"), row(*["---"] * 3)]
