@@ -143,6 +143,15 @@ def test_a_claim_about_the_end_waits_until_the_curves_are_flat():
     assert verdict_row(claim(settled=True), rising | {"fedavg": flat["fedavg"]})["verdict"] == "undecidable"
     assert verdict_row(claim(settled=True), {"fedga": rising["fedga"]})["verdict"] == "pending"
     assert verdict_row(claim(metric="drift"), rising)["rises"] == []
+    # A test loss is of the same runs at the same moment: 100 − accuracy in %, in its own unit.
+    lossy = {
+        name: [[row | {"test_loss": 1 - row["test_accuracy"]} for row in run] for run in rising[name]]
+        for name in rising
+    }
+    for settled, verdict, risen in ((False, "reproduced", []), (True, "undecidable", [1.0, 0.8])):
+        row = verdict_row(claim(metric="test_loss", expect="lower", settled=settled), lossy)
+        assert (row["verdict"], row["rises"]) == (verdict, pytest.approx(risen))
+        assert row["difference"] == pytest.approx(-0.207)
     assert verdict_row(claim(second=0.5), rising)["rises"] == pytest.approx([1.0])
 
 

@@ -141,7 +141,7 @@ def verdict_words(scale: str, results: Sequence[Mapping[str, Any]], experiments:
     counts["pending"] = own - sum(counts.values())  # with those of experiments that have not begun
     seeds = max((len(entry["seeds"]) for one in results for entry in one["algorithms"]), default=0)
     return (
-        f"Scale {scale}; experiments: {len(results)}, with up to {seeds} seeds. Of the paper's {own} claims: "
+        f"Scale {scale}; experiments: {len(results)}, with up to {seeds} seeds. Of {own} claims of the paper: "
         f"{', '.join(f'{count} {word}' for word, count in counts.items())}. Settings were chosen on validation "
         f"examples, not on the test images that decide here. Of the {judged} claims judged at 95 %, the paper's and "
         f"others, about {judged / 20:.0f} would come out by chance."

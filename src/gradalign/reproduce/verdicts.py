@@ -1,6 +1,6 @@
 """What a claim is, and the rule that judges it; and every entry beside the baseline, at equal cost.
 
-The rules are fixed before any run: each claim stands in the plan.
+Each claim stands in the plan, which says what was fixed before any run and what was not.
 """
 
 from __future__ import annotations
@@ -121,10 +121,11 @@ def scores(runs: Runs, claim: Claim) -> tuple[list[float], list[float]]:
 def rises(runs: Runs, claim: Claim) -> list[float]:
     """Return by how many points each side's test accuracy is higher in the last tenth than in the one before."""
     sides, budget = _sides(runs, claim)
+    claim = claim.model_copy(update={"metric": "test_accuracy"})  # in its unit
     tenths = [(low * budget, high * budget) for low, high in ((0.8, 0.9), (0.9, 1.0))]
     ends = [[[_mean(rows, claim, "test_accuracy", *one) for one in tenths] for rows in side] for side in sides]
     steps = [[last - before for before, last in side if before is not None and last is not None] for side in ends]
-    return [fmean(side) for side in steps if side and claim.metric == "test_accuracy"]
+    return [fmean(side) for side in steps if side]
 
 
 def judge(claim: Claim, found: Difference | None) -> tuple[Verdict, str]:
@@ -165,7 +166,7 @@ def verdict_row(claim: Claim, runs: Runs, diverged: Mapping[str, int] | None = N
     sides = [side for side in lost if isinstance(side, str)]
     if verdict == "pending" and all(len(runs.get(side, ())) + lost[side] > 1 for side in sides):
         verdict, why = "undecidable", "fewer than two runs of a side have a number"
-    risen = rises(runs, claim)
+    risen = rises(runs, claim) if claim.settled or claim.metric == "test_accuracy" else []
     if verdict != "pending" and any(points > _ENDED for points in risen):
         why += f"; still rising by {' and '.join(f'{points:.1f}' for points in risen)} points over the last tenth"
         verdict = "undecidable" if claim.settled and verdict in _DECIDED else verdict
