@@ -265,7 +265,7 @@ def test_the_verdicts_begin_with_what_came_out():
     words = verdict_words("small", [{"verdicts": rows, "algorithms": entries}], others)
     assert words.startswith("Scale small; experiments: 1, with up to 3 seeds. Of 50 claims of the paper: ")
     # 12 of the 50 are judged; of 19 with the others, a twentieth is about one.
-    assert "claims: 4 reproduced, 4 not reproduced, 4 undecidable, 38 pending." in words
+    assert "of the paper: 4 reproduced, 4 not reproduced, 4 undecidable, 38 pending." in words
     assert "Of the 19 claims judged at 95 %, the paper's and others, about 1 would" in words
 
 
