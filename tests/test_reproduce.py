@@ -847,7 +847,10 @@ def test_a_claim_beside_another_experiment_has_all_its_seeds():
     elsewhere = [row for one in found for row in one["verdicts"] if "/" in str(row["second"])]
     assert elsewhere
     for row in elsewhere:
-        assert row["verdict"] == "pending" or len(row["second_scores"]) == len(kept[row["second"]]), row["text"]
+        if row["second"] == "emnist-iid/fedavg":  # its runs were not kept; it is pending until they are made again
+            assert row["verdict"] == "pending"
+            continue
+        assert len(row["second_scores"]) == len(kept[row["second"]]), row["text"]
 
 
 def test_a_setting_at_the_end_of_its_list_is_marked_as_one():

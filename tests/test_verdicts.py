@@ -104,6 +104,8 @@ NO_WIN = "1 diverged of fedga, which cannot win by the others"
         ((LOW, GOOD), {"expect": "lower"}, (1, 0), "reproduced", "1 diverged of fedga"),
         ((LOW, GOOD), {"expect": "lower", "metric": "drift"}, (1, 0), "undecidable", NO_WIN),  # a lower drift wins
         ((GOOD, LOW), {"expect": "lower", "metric": "drift"}, (1, 0), "not reproduced", "1 diverged of fedga"),
+        ((LOW, GOOD), {"expect": "lower", "metric": "train_accuracy"}, (1, 0), "undecidable", NO_WIN),  # overfits less
+        ((LOW, GOOD), {"expect": "lower", "metric": "train_accuracy"}, (0, 1), "reproduced", "1 diverged of fedavg"),
         ((GOOD, GOOD), {"expect": "equal", "tolerance": 5.0}, (1, 0), "undecidable", NO_WIN),
         ((GOOD[:1], LOW), {}, (2, 1), "undecidable", "2 diverged of fedga; 1 diverged of fedavg"),  # all have ended
         ((GOOD[:1], LOW), {}, (0, 1), "pending", "1 diverged of fedavg"),
@@ -111,7 +113,8 @@ NO_WIN = "1 diverged of fedga, which cannot win by the others"
     ],
 )
 def test_a_side_of_which_a_run_diverged_cannot_win(runs, changes, diverged, verdict, told):
-    sides = [[[row | {"drift": row["test_accuracy"]} for row in run] for run in side] for side in runs]
+    others = ("drift", "train_accuracy")
+    sides = [[[row | dict.fromkeys(others, row["test_accuracy"]) for row in run] for run in side] for side in runs]
     names = ("fedga", "fedavg")
     row = verdict_row(
         claim(**changes),

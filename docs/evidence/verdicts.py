@@ -213,7 +213,7 @@ def section(one: dict[str, Any]) -> list[str]:
     for verdict in sorted(decided, key=lambda found: not found["papers"]):
         lines.append(row(verdict["text"], apart(verdict) + by_seed(verdict, seeds), judged(verdict)))
     left = [verdict["papers"] for verdict in one["verdicts"] if verdict["verdict"] == "pending"]
-    not_run = f"Not run: {len(left)} of {len(one['verdicts'])} claims, {sum(left)} of them counted as the paper's."
+    not_run = f"Not judged: {len(left)} of {len(one['verdicts'])} claims, {sum(left)} of them counted as the paper's."
     return [*lines, "", *([not_run, ""] if left else [])]
 
 

@@ -77,7 +77,7 @@ class Claim(Section):
         """Return the sides that a decided verdict says are the better ones: of an equality both."""
         if self.expect == "equal":
             return {self.first, self.second}
-        first_is_better = (self.expect == "higher") == self.metric.endswith("accuracy")  # losses and drift are costs
+        first_is_better = (self.expect == "higher") == (self.metric == "test_accuracy")  # all else is better lower
         return {self.first if first_is_better == (verdict == "reproduced") else self.second}
 
 
