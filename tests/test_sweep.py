@@ -25,6 +25,7 @@ from gradalign.runs.locks import locked
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid, scheduled
 from gradalign.sweep.plan import SweepPlan
 from gradalign.sweep.protocol import (
+    UNTRAINED,
     BelowBestPruner,
     Outcome,
     Search,
@@ -300,6 +301,23 @@ def test_clearly_below_by_hand():
     assert clearly_below(-1.21, [-1.0], 0.2)
 
 
+@pytest.mark.parametrize(
+    ("untrained", "best"),
+    [
+        (0.02, 0.118),  # 47 classes: a tenth of the way from 2 % to all of them
+        (0.5, 0.55),  # two classes
+        (-4.0, -3.6),  # minus a loss: a tenth of it
+    ],
+)
+def test_nobody_is_ended_while_the_best_is_near_chance(untrained, best):
+    """One class each: 4.3 % after ten of fifty rounds says nothing about the end, nor does 2.1 %."""
+    worst = untrained - 0.5 * abs(untrained)
+    assert clearly_below(worst, [best - 1e-6], 0.0), "that is what a single look at the scores says"
+    assert not clearly_below(worst, [best - 1e-6], 0.0, untrained)
+    assert clearly_below(worst, [best + 1e-6], 0.0, untrained)
+    assert not clearly_below(best, [best + 1e-6], 0.2, untrained), "and close to the best nobody ever is"
+
+
 def test_the_pruner_compares_at_the_same_round_only():
     study = optuna.create_study(direction="maximize")
     for round_index, score in ((4, 0.5), (8, 0.9)):
@@ -310,6 +328,10 @@ def test_the_pruner_compares_at_the_same_round_only():
     assert BelowBestPruner(0.1).prune(study, late), "0.41 < 0.9 · 0.5"
     assert BelowBestPruner(0.2, [(4, 0.6)]).prune(study, late), "0.41 < 0.8 · 0.6, of an earlier stage"
     assert not BelowBestPruner(0.2, [(8, 0.9)]).prune(study, late)
+    late = create_trial(state=TrialState.RUNNING, intermediate_values={4: 0.41}, user_attrs={UNTRAINED: 0.45})
+    assert not BelowBestPruner(0.1).prune(study, late), "0.5 is less than a tenth of the way from 0.45 to 1"
+    late = create_trial(state=TrialState.RUNNING, intermediate_values={4: 0.41}, user_attrs={UNTRAINED: 0.44})
+    assert BelowBestPruner(0.1).prune(study, late)
     assert not BelowBestPruner(0.2).prune(study, create_trial(state=TrialState.RUNNING))
 
 

@@ -121,11 +121,10 @@ def scores(runs: Runs, claim: Claim) -> tuple[list[float], list[float]]:
 def rises(runs: Runs, claim: Claim) -> list[float]:
     """Return by how many points each side's test accuracy is higher in the last tenth than in the one before."""
     sides, budget = _sides(runs, claim)
-    claim = claim.model_copy(update={"metric": "test_accuracy"})  # in its unit
     tenths = [(low * budget, high * budget) for low, high in ((0.8, 0.9), (0.9, 1.0))]
     ends = [[[_mean(rows, claim, "test_accuracy", *one) for one in tenths] for rows in side] for side in sides]
     steps = [[last - before for before, last in side if before is not None and last is not None] for side in ends]
-    return [fmean(side) for side in steps if side]
+    return [100.0 / claim.unit * fmean(side) for side in steps if side]  # in points, whatever the claim's unit
 
 
 def judge(claim: Claim, found: Difference | None) -> tuple[Verdict, str]:

@@ -147,9 +147,8 @@ class _Process:
         tried = [outcome.point for outcome in known]
         jobs = [job for job in _jobs((point, self.plan.seed) for point in points) if job.point not in tried]
         pruner = BelowBestPruner(self.plan.margin, [outcome.check for outcome in known if outcome.check])
-        what = f"{stage.entry} over {', '.join(stage.lists)}"
-        what += f" ({describe_point(stage.fixed)})" if stage.fixed else ""
-        return self._work(stage, jobs, pruner, what)
+        fixed = f" ({describe_point(stage.fixed)})" if stage.fixed else ""
+        return self._work(stage, jobs, pruner, f"{stage.entry} over {', '.join(stage.lists)}{fixed}")
 
     def _test_baseline(self, best: Outcome, tested: Sequence[Outcome]) -> list[Outcome]:
         """Test the tuned algorithm without alignment like the finalists, with as much communication as they had."""
@@ -202,10 +201,9 @@ class _Process:
 
 def _verdict(outcomes: Sequence[Outcome]) -> str:
     """Say in one line what a stage found."""
+    ends = {"complete": "complete", "pruned": "ended early", "diverged": "diverged"}
     counts = protocol.count_states(outcomes)
-    words = f"{counts['complete']} complete"
-    words += f", {counts['pruned']} ended early" if counts["pruned"] else ""
-    words += f", {counts['diverged']} diverged" if counts["diverged"] else ""
+    words = ", ".join(f"{counts[end]} {word}" for end, word in ends.items() if counts[end] or end == "complete")
     complete = [one for one in outcomes if one.score is not None]
     if not complete or complete[0].stage in protocol.FINAL:  # of those, means over the seeds are what counts
         return words

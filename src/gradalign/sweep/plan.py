@@ -23,7 +23,7 @@ from gradalign.server.measure import TRAIN_COLUMNS, Measure, Row, require_measur
 from gradalign.server.monitor import Monitor
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, combinations
-from gradalign.sweep.protocol import Search, State, baseline_of
+from gradalign.sweep.protocol import UNTRAINED, Search, State, baseline_of
 from gradalign.tasks.task import Task, with_metrics
 
 _DEFAULT_TRIALS = 40
@@ -86,21 +86,19 @@ class SweepPlan:
 
     def describe(self) -> dict[str, Any]:
         """Return all that decides which trials are made and what comes of them, as plain values."""
-        found: dict[str, Any] = plain(
-            {
-                "name": self.name,
-                "algorithm": self.search.entry,
-                "seed": self.seed,
-                "sampler": "grid" if self.search.trials is None else "tpe",
-                "trials": self.search.trials,
-                "holdout": self.holdout,
-                "stop_after": self.stop_after,
-                "margin": self.margin,
-                "grid": self.search.lists,
-                "recipes": {entry: self.recipe.tables_for(entry) for entry in self.entries()},
-            }
-        )
-        return found
+        told = {
+            "name": self.name,
+            "algorithm": self.search.entry,
+            "seed": self.seed,
+            "sampler": "grid" if self.search.trials is None else "tpe",
+            "trials": self.search.trials,
+            "holdout": self.holdout,
+            "stop_after": self.stop_after,
+            "margin": self.margin,
+            "grid": self.search.lists,
+            "recipes": {entry: self.recipe.tables_for(entry) for entry in self.entries()},
+        }
+        return dict(plain(told))
 
 
 def plain(data: Any) -> Any:
@@ -235,6 +233,7 @@ def _report(trial: optuna.Trial | None, rows: list[Row], threshold: float, round
     for row in rows:
         score = monitor.value(row)
         if trial is not None and threshold <= row["round"] < rounds and score is not None:
+            trial.set_user_attr(UNTRAINED, monitor.value(rows[0]) if rows[0]["round"] == 0 else None)
             trial.report(score, row["round"])
             return True
     return False
