@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -22,10 +23,12 @@ from gradalign.errors import FolderInUseError, GradalignError, NotWrittenError
 from gradalign.recipes import load_recipe, shipped_recipes
 from gradalign.recipes.spec import Spec, SweepSpec
 from gradalign.runs.locks import locked
+from gradalign.server.measure import Measure
+from gradalign.server.monitor import Monitor
 from gradalign.sweep.grid import apply_point, choose_lists, fine_values, parse_grid, scheduled
-from gradalign.sweep.plan import SweepPlan
+from gradalign.sweep.plan import SweepPlan, _report
 from gradalign.sweep.protocol import (
-    UNTRAINED,
+    BEGUN,
     BelowBestPruner,
     Outcome,
     Search,
@@ -301,21 +304,34 @@ def test_clearly_below_by_hand():
     assert clearly_below(-1.21, [-1.0], 0.2)
 
 
+def test_nobody_is_ended_while_the_best_is_near_chance():
+    """One class each, 47 classes: 4.3 % after ten of fifty rounds says nothing about the end, nor does 2.1 %."""
+    assert clearly_below(0.021, [0.043], 0.2), "that is what a single look at the scores says"
+    assert not clearly_below(0.021, [0.043], 0.2, 0.119)
+    assert clearly_below(0.021, [0.119], 0.2, 0.119)
+    assert not clearly_below(0.118, [0.119], 0.2, 0.119), "and close to the best nobody ever is"
+
+
 @pytest.mark.parametrize(
-    ("untrained", "best"),
+    ("columns", "measure", "begun"),
     [
-        (0.02, 0.118),  # 47 classes: a tenth of the way from 2 % to all of them
-        (0.5, 0.55),  # two classes
-        (-4.0, -3.6),  # minus a loss: a tenth of it
+        ({"validation_accuracy": 0.02, "validation_loss": 4.0}, {}, 0.118),  # a tenth of the way from 2 to 100 %
+        ({"validation_loss": 4.0}, {}, -3.6),  # no accuracy: minus the loss, down to none
+        ({"validation_loss": 4.0}, {"monitor": "loss"}, -3.6),
+        ({"validation_kappa": -0.01}, {"monitor": "kappa"}, 0.091),  # larger is better, and chance is 0
+        ({"validation_error": 0.5}, {"monitor": "error", "mode": "min"}, -0.45),
+        ({}, {}, None),  # not measured before the first round: by the margin alone
     ],
 )
-def test_nobody_is_ended_while_the_best_is_near_chance(untrained, best):
-    """One class each: 4.3 % after ten of fifty rounds says nothing about the end, nor does 2.1 %."""
-    worst = untrained - 0.5 * abs(untrained)
-    assert clearly_below(worst, [best - 1e-6], 0.0), "that is what a single look at the scores says"
-    assert not clearly_below(worst, [best - 1e-6], 0.0, untrained)
-    assert clearly_below(worst, [best + 1e-6], 0.0, untrained)
-    assert not clearly_below(best, [best + 1e-6], 0.2, untrained), "and close to the best nobody ever is"
+def test_trials_have_begun_a_tenth_of_the_way_from_the_untrained_model(columns, measure, begun):
+    metrics = dict.fromkeys(("kappa", "error"), lambda outputs, targets: 0.0)
+    task = SimpleNamespace(scored_on="validation", metrics=metrics)
+    monitor = Monitor(Measure(**measure), task)
+    told = {"validation_accuracy": 0.3, "validation_loss": 3.0, "validation_kappa": 0.2, "validation_error": 0.4}
+    rows = [{"round": 0, **columns}, {"round": 2, **{name: told[name] for name in columns or told}}]
+    trial = optuna.create_study(direction="maximize").ask()
+    assert _report(trial, rows, 2, 10, monitor)
+    assert trial.user_attrs.get(BEGUN) == (None if begun is None else pytest.approx(begun))
 
 
 def test_the_pruner_compares_at_the_same_round_only():
@@ -328,9 +344,9 @@ def test_the_pruner_compares_at_the_same_round_only():
     assert BelowBestPruner(0.1).prune(study, late), "0.41 < 0.9 · 0.5"
     assert BelowBestPruner(0.2, [(4, 0.6)]).prune(study, late), "0.41 < 0.8 · 0.6, of an earlier stage"
     assert not BelowBestPruner(0.2, [(8, 0.9)]).prune(study, late)
-    late = create_trial(state=TrialState.RUNNING, intermediate_values={4: 0.41}, user_attrs={UNTRAINED: 0.45})
-    assert not BelowBestPruner(0.1).prune(study, late), "0.5 is less than a tenth of the way from 0.45 to 1"
-    late = create_trial(state=TrialState.RUNNING, intermediate_values={4: 0.41}, user_attrs={UNTRAINED: 0.44})
+    late = create_trial(state=TrialState.RUNNING, intermediate_values={4: 0.41}, user_attrs={BEGUN: 0.505})
+    assert not BelowBestPruner(0.1).prune(study, late), "0.5 is near chance still"
+    late = create_trial(state=TrialState.RUNNING, intermediate_values={4: 0.41}, user_attrs={BEGUN: 0.496})
     assert BelowBestPruner(0.1).prune(study, late)
     assert not BelowBestPruner(0.2).prune(study, create_trial(state=TrialState.RUNNING))
 

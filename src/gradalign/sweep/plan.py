@@ -23,7 +23,7 @@ from gradalign.server.measure import TRAIN_COLUMNS, Measure, Row, require_measur
 from gradalign.server.monitor import Monitor
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.grid import FINE, Lists, Point, apply_point, choose_lists, combinations
-from gradalign.sweep.protocol import UNTRAINED, Search, State, baseline_of
+from gradalign.sweep.protocol import BEGUN, Search, State, baseline_of
 from gradalign.tasks.task import Task, with_metrics
 
 _DEFAULT_TRIALS = 40
@@ -231,9 +231,11 @@ class TrialRunner:
 def _report(trial: optuna.Trial | None, rows: list[Row], threshold: float, rounds: int, monitor: Monitor) -> bool:
     """Report the first score at or after the threshold and before the end; return whether there is one."""
     for row in rows:
-        score = monitor.value(row)
-        if trial is not None and threshold <= row["round"] < rounds and score is not None:
-            trial.set_user_attr(UNTRAINED, monitor.value(rows[0]) if rows[0]["round"] == 0 else None)
+        if trial is not None and threshold <= row["round"] < rounds and (score := monitor.value(row)) is not None:
+            # Trials have begun a tenth of the way from the untrained model's score to a perfect one: 1, or no loss.
+            if rows[0]["round"] == 0 and (start := monitor.value(rows[0])) is not None:
+                perfect = float(monitor.larger and rows[0].get(monitor.name) is not None)
+                trial.set_user_attr(BEGUN, start + 0.1 * (perfect - start))
             trial.report(score, row["round"])
             return True
     return False

@@ -24,7 +24,7 @@ from gradalign.sweep.grid import FINE, SCHEDULE, Lists, Point, Value, combinatio
 State = Literal["complete", "pruned", "diverged", "running"]
 # The stages after the search.
 FINAL = FINALISTS, TEST, TEST_BASELINE, TEST_BETA = "finalists", "test", "test-baseline", "test-beta"
-UNTRAINED = "untrained"  # a trial's score before its first round
+BEGUN = "begun"  # the score from which trials have learned something
 _WITHOUT_ALIGNMENT = {"fedga": "fedavg", "gradalign": "largebatchsgd"}
 
 
@@ -246,16 +246,14 @@ def equal_rounds(tuned: Sequence[Outcome], baseline: Outcome) -> int | None:
     return max(1, budget * rounds // spent) if budget and spent else None
 
 
-def clearly_below(score: float, others: Iterable[float], margin: float, untrained: float | None = None) -> bool:
+def clearly_below(score: float, others: Iterable[float], margin: float, begun: float = -math.inf) -> bool:
     """Return whether a score is below the best of the others by more than ``margin`` of that best.
 
     With a margin of 0.2 and a best accuracy of 80 %, below 64 %. Where scores are minus a loss: a loss 20 % larger.
-    Nobody is while the best has come less than a tenth of the way from the untrained model's score to a perfect one (1,
-    or no loss): near chance the first rounds say nothing about the last.
+    Nobody is while the best is below ``begun``: near chance the first rounds say nothing about the last.
     """
     best = max(others, default=score)
-    begun = untrained is None or best - untrained >= 0.1 * (-untrained if untrained < 0 else 1 - untrained)
-    return begun and score < best - margin * abs(best)
+    return best >= begun and score < best - margin * abs(best)
 
 
 class BelowBestPruner(BasePruner):
@@ -268,10 +266,10 @@ class BelowBestPruner(BasePruner):
         self.margin, self.earlier = margin, list(earlier)
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        step = trial.last_step
-        if step is None:
+        if (step := trial.last_step) is None:
             return False
         others = [score for round_index, score in self.earlier if round_index == step]
         known = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
         others += [other.intermediate_values[step] for other in known if step in other.intermediate_values]
-        return clearly_below(trial.intermediate_values[step], others, self.margin, trial.user_attrs.get(UNTRAINED))
+        own, begun = trial.intermediate_values[step], trial.user_attrs.get(BEGUN, -math.inf)
+        return clearly_below(own, others, self.margin, begun)
