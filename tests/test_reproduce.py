@@ -391,6 +391,20 @@ def test_settings_are_chosen_on_validation_examples_and_written_down():
 
 
 @pytest.mark.usefixtures("_tiny")
+def test_only_what_is_asked_for_or_taken_over_is_searched():
+    file = Path("out/tiny/settings.toml")
+    file.parent.mkdir(parents=True)
+    given = {"fedavg": {"values": {"lr": 0.3}, "source": "given"}}
+    file.write_bytes(tomli_w.dumps(given).encode())
+    call(*WORDS, "tiny", "--only", "fedavg")
+    assert read_table(file) == given
+    assert not Path("out/tiny/tune").exists(), "FedAvg's settings are known, and FedGA's are not asked for"
+    call(*WORDS, "tiny", "--only", "fedprox", "--seeds", "1")
+    assert list(read_table(file)) == ["fedavg", "fedprox"]
+    assert read_table(Path("out/tiny/runs/fedprox/seed0/spec.toml"))["local"]["lr"] == 0.3
+
+
+@pytest.mark.usefixtures("_tiny")
 def test_retune_chooses_again_what_is_written_down():
     file, words = Path("out/tiny/settings.toml"), (*WORDS, "tiny", "--only", "fedprox")
     file.parent.mkdir(parents=True)

@@ -66,7 +66,7 @@ class Reproduction:
     def settings(self, experiment: Experiment, entries: Sequence[str] = ()) -> Settled:
         """Return the settings known of an experiment: written down in its folder, or in the plan, or chosen now.
 
-        Chosen now are those of ``entries``, all without any; first those that the others take values from.
+        Chosen now are those of ``entries``, all without any; first, if unknown, those that the others take values from.
         """
         tune = experiment.at(self.scale).tune
         known = self._known(experiment)
@@ -75,7 +75,8 @@ class Reproduction:
         if experiment.settings_from is not None and missing:
             settled = self._taken_over(experiment, experiment.settings_from) | known
         for number, entry in enumerate(tune.lists if tune else ()):
-            if tune and entry not in settled and (not entries or entry in entries or number == 0):
+            base = number == 0 and tune is not None and tune.base not in settled
+            if tune and entry not in settled and (not entries or entry in entries or base):
                 settled |= self._search(experiment, tune, entry, settled)
                 self._write(experiment, settled)
         there = is_there(self.place(experiment) / outcome.SETTINGS)
@@ -120,8 +121,7 @@ class Reproduction:
         recipe = replace(recipe, data={**recipe.data, "seed": SEARCH_SEED})
         stated = tune.lists[entry].model_dump(exclude_none=True)
         lists: Lists = {name: stated.pop(name) for name in [*PLACES, FINE] if name in stated}
-        spec = recipe.spec_for(entry, SEARCH_SEED)
-        local = spec.local
+        local = recipe.spec_for(entry, SEARCH_SEED).local
         held: dict[str, Any] = {"K": [local.steps]} if local.steps else {"epochs": [local.epochs or 1]}
         held |= {"lr": [local.lr], "batch": [local.batch_size or "whole"], "weight_decay": [local.weight_decay]}
         plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
