@@ -834,6 +834,20 @@ def read_off_the_runs(runs):
     return [(found.value, found.margin, False) for found in (difference(*steps), difference(*fifth))]
 
 
+def test_the_curve_over_beta_is_drawn_where_the_kept_runs_end(monkeypatch):
+    evidence = evidence_script("verdicts")
+    monkeypatch.syspath_prepend(str(evidence.HERE))  # as when the script is called
+    figures = evidence_script("figures")
+    found = json.loads(evidence.KEPT.read_text(encoding="utf-8"))["experiments"]
+    kept = {
+        entry["name"]: entry["scores"] for one in found for entry in one["algorithms"] if one["name"] == "emnist-beta"
+    }
+    drawn = figures.kept_runs("emnist-beta", [f"beta {beta}" for beta in figures.BETAS])
+    assert set(drawn) == set(kept)
+    for name, runs in drawn.items():
+        assert sorted(map(figures.last_tenth, runs)) == pytest.approx(sorted(kept[name]), abs=1e-4)
+
+
 def test_what_is_left_of_alignments_gain_is_the_arithmetic_of_kept_differences():
     """FedAvg's further updates, the gain at equal updates, and what is left at equal communication."""
     evidence = evidence_script("verdicts")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,12 +31,12 @@ TIMES = (1.0, 1.1, 1.25)
 """Where it is read: at so many times the training loss at which the slower side ends."""
 
 
-def kept_runs(name: str) -> dict[str, list[Run]]:
+def kept_runs(name: str, entries: Iterable[str] = DRAWN) -> dict[str, list[Run]]:
     """Return an experiment's kept runs by algorithm, those that there are."""
     with TemporaryDirectory() as place, tarfile.open(RUNS / f"{name}.tar.xz") as archive:
         archive.extractall(place, filter="data")
         runs = [run for run in gather([Path(place) / name / "runs"]).runs if run.state == "complete"]
-    by_name = {entry: [run for run in runs if run.entry == entry] for entry in DRAWN}
+    by_name = {entry: [run for run in runs if run.entry == entry] for entry in entries}
     return {entry: own for entry, own in by_name.items() if own}
 
 
