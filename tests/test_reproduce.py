@@ -405,6 +405,34 @@ def test_only_what_is_asked_for_or_taken_over_is_searched():
 
 
 @pytest.mark.usefixtures("_tiny")
+def test_what_lists_leave_out_is_the_recipes(tmp_path):
+    """Of an algorithm's own numbers, too: no list of the paper's takes their place."""
+    plan = json.loads(json.dumps(TINY))
+    first = plan["experiment"][0]
+    beta = {"kind": "off-until", "value": 0.3, "share": 0.5}
+    first["entries"] = {"fedga": {"algorithm": {"beta": beta}}, "fedprox": {"algorithm": {"mu": 0.7}}}
+    first["entries"]["sam"] = {"algorithm": {"name": "fedsam", "rho": 0.06}}
+    first["entries"]["own"] = {"algorithm": {"name": "fedga", "mean": "running", "beta": "auto"}}
+    names = ["fedga", "fedprox", "sam", "own"]
+    first["algorithms"] = [["fedavg", *names]]
+    first["scales"]["small"]["tune"]["lists"] = {name: {"lr": [0.05, 0.2]} for name in names}
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    call(*WORDS, "tiny", "--seeds", "1")
+    chosen = read_table(Path("out/tiny/settings.toml"))
+    specs = {name: read_table(Path(f"out/tiny/runs/{name}/seed0/spec.toml"))["algorithm"] for name in names}
+    assert [specs[name][key] for name, key in zip(names, ("beta", "mu", "rho", "beta"), strict=True)] == [
+        beta,
+        0.7,
+        0.06,
+        "auto",
+    ]
+    for trial in Path("out/tiny/tune").rglob("spec.toml"):
+        algorithm = read_table(trial)["algorithm"]
+        assert algorithm in [{"name": "fedavg"}, *specs.values()], trial
+    assert {one["values"]["lr"] for one in chosen.values()} <= {0.05, 0.2}
+
+
+@pytest.mark.usefixtures("_tiny")
 def test_retune_chooses_again_what_is_written_down():
     file, words = Path("out/tiny/settings.toml"), (*WORDS, "tiny", "--only", "fedprox")
     file.parent.mkdir(parents=True)

@@ -119,6 +119,15 @@ def test_betas_schedule_is_searched_with_the_best_beta_and_kept_for_the_rest():
     assert [size for _, _, size in search.sizes()] == [12, 4, 4, 2, 11]
 
 
+def test_a_beta_that_sets_itself_is_not_searched():
+    script = Script()
+    search = Search(entry="fedavg", baseline="fedavg", lists={"lr": [0.1, 0.2], "K": [1, 10]})
+    tuned, before = tune(search, script)
+    assert [(stage.name, stage.fixed) for stage in script.stages] == [("baseline", {}), ("others", {})]
+    assert len(before) == len(tuned) == 4
+    assert search.sizes() == [("baseline", "fedavg", 4), ("others", "fedavg", 4)]
+
+
 def test_a_single_stage_without_beta():
     script = Script()
     tuned, before = tune(Search(entry="fedavg", baseline=None, lists={"lr": [0.1, 0.2], "K": [1, 10]}), script)
@@ -234,6 +243,14 @@ def test_lists_of_other_algorithms_and_of_the_command_line():
         "K": [3],
         "batch": ["whole", 8],
     }
+
+
+def test_beta_stays_auto_unless_values_are_asked_for():
+    """The lists of a recipe are for its own number of β, not for the entry that has none to choose."""
+    assert "beta" in lists_of("digits", "fedga")
+    assert not [name for name in lists_of("digits", "fedga-auto", "lr=.1,.2") if name.startswith("beta")]
+    asked = lists_of("digits", "fedga-auto", "beta=.1,1", "beta_schedule=constant,cosine")
+    assert (asked["beta"], asked["beta_schedule"]) == ([0.1, 1.0], ["constant", "cosine"])
 
 
 @pytest.mark.parametrize("algorithm", ["fedinit", "fedga+fedinit", "scaffold"])

@@ -307,6 +307,24 @@ def test_one_stage_with_tpe_and_another_algorithm_in_a_database():
     assert best["algorithm"]["name"] == "fedprox"
 
 
+def test_a_sweep_of_an_entry_whose_beta_sets_itself():
+    """Every trial of it has "auto"; FedAvg is tuned beside it and plays as many communications."""
+    words = ("sweep", "digits", "--algorithm", "fedga-auto", "--workers", 0, "--set", "rounds=4")
+    words += ("--set", "task.clients=6", "--set", "clients.per_round=2")
+    words += ("--grid", "lr=.1,.2", "--grid", "K=2", "--grid", "weight_decay=0")
+    call(*words, "--seeds", 2, "--finalists", 1, "--test-beta", "--out", "s")
+    stages = {"baseline": 2, "others": 2, "finalists": 1, "test": 2, "test-baseline": 2}
+    assert Counter(row["stage"] for row in rows_of("s")) == stages
+    for spec in Path("s/trials").glob("*/*/spec.toml"):
+        algorithm = read_recipe(spec)["algorithm"]
+        assert algorithm["name"] == "fedavg" or algorithm["beta"] == "auto", spec
+    assert read_recipe(Path("s/best.toml"))["algorithm"]["beta"] == "auto"
+    entries = json.loads(Path("s/summary.json").read_text())["does_it_help"]["entries"]
+    assert [one["communication_rounds"] for one in entries] == [8, 8], "4 rounds of the recipe's own"
+    assert not Path("s/beta.png").exists()
+    assert Path("s/values.png").exists()
+
+
 def test_a_task_of_ones_own_that_has_no_accuracy():
     Path("lines.py").write_text(
         "import torch, gradalign\n"
@@ -454,6 +472,7 @@ def test_ctrl_c_says_how_to_go_on():
         (("digits", "--set", "measure.test_every=0"), "test_accuracy is the score and never measured"),
         (("digits", "--grid", "beta_schedule=warmup"), 'with a share of the run, as "warmup 0.1"'),
         (("digits", "--algorithm", "scaffold", "--grid", "beta_schedule=cosine"), "scaffold has no such parameter"),
+        (("digits", "--algorithm", "fedga-auto", "--grid", "beta_fine=.1"), "and stays so without --grid beta="),
         (("digits", "--set", "sweep.colour=1"), "colour is not a known setting"),
         (("digits", "--storage", "nonsense"), "cannot use the storage nonsense"),
         (("digits", "--storage", "sqlite:////nowhere/at/all.db"), "unable to open database file"),

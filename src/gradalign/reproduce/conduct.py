@@ -121,9 +121,13 @@ class Reproduction:
         recipe = replace(recipe, data={**recipe.data, "seed": SEARCH_SEED})
         stated = tune.lists[entry].model_dump(exclude_none=True)
         lists: Lists = {name: stated.pop(name) for name in [*PLACES, FINE] if name in stated}
-        local = recipe.spec_for(entry, SEARCH_SEED).local
+        spec = recipe.spec_for(entry, SEARCH_SEED)
+        local, own = spec.local, spec.algorithm.model_extra or {}
         held: dict[str, Any] = {"K": [local.steps]} if local.steps else {"epochs": [local.epochs or 1]}
         held |= {"lr": [local.lr], "batch": [local.batch_size or "whole"], "weight_decay": [local.weight_decay]}
+        held |= {name: [own[name]] for name in ("mu", "alpha", "rho") if name in own}
+        beta = getattr(own.get("beta", "auto"), "value", own.get("beta", "auto"))  # of a schedule, what it is about
+        held |= {} if "beta" in lists or beta == "auto" else {"beta": [beta], FINE: [beta]}
         plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
         self._stamp()
         self.say(f"{experiment.name}: choosing settings of {entry} on validation examples")

@@ -100,10 +100,13 @@ def default_lists(spec: Spec) -> Lists:
 def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
     """Return the lists of a sweep: the defaults, over them the recipe's [sweep], over that the command line's.
 
-    What the spec's algorithm does not have is left out of the recipe's ``section``; in ``given`` it is a mistake.
+    What the spec's algorithm does not have is left out of the recipe's ``section``; in ``given`` it is a mistake. A β
+    that sets itself is searched only where ``given`` has values of it.
     """
     stated = {name: _distinct(values) for name in [*PLACES, FINE] if (values := getattr(section, name))}
     lists = default_lists(spec)
+    if (spec.algorithm.model_extra or {}).get("beta") == "auto":
+        stated, lists = ({k: v for k, v in one.items() if not k.startswith("beta")} for one in (stated, lists))
     for layer in (stated, given):
         if "K" in layer and "epochs" in layer:
             raise GradalignError("a sweep goes over K (local steps) or over epochs, not both")
@@ -120,6 +123,10 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
     wrong = [name for name in not_its_own if name in given]
     if wrong:
         raise GradalignError(f"--grid {wrong[0]}: {spec.algorithm.name} has no such parameter")
+    if "beta" not in lists:
+        if {FINE, SCHEDULE} & set(given):
+            raise GradalignError('beta is "auto" and stays so without --grid beta=…, values to search it among')
+        not_its_own += [FINE, SCHEDULE]
     if any(part.one_step for part in parts_of(spec.algorithm.name).values()) and not {"K", "epochs"} & set(given):
         lists.pop("epochs", None)
         lists["K"] = [1]

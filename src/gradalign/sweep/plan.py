@@ -135,7 +135,7 @@ def plan_sweep(
         recipe=recipe,
         search=Search(entry=entry, baseline=baseline, lists=lists, trials=_trials(sampler, trials)),
         seed=own.seed,
-        test_beta=test_beta and baseline is not None,
+        test_beta=test_beta and baseline is not None and "beta" in lists,
         **defaults,
     )
     require_used(recipe, plan.entries())

@@ -3,7 +3,7 @@
 For an algorithm with β: the other values are tuned on the algorithm without alignment (FedAvg for FedGA, large-batch
 SGD for GradAlign) and transferred; β is searched on a coarse list, then on a fine one around the best; then, where that
 is asked for, how it changes over the run, which is not the paper's; then the other values are tuned again with β fixed.
-An algorithm without β has one stage.
+An algorithm without β has one stage; with one that sets itself the other values are tuned with and without alignment.
 """
 
 from __future__ import annotations
@@ -118,15 +118,11 @@ class Search:
         others = self.trials or len(combinations(self.others))
         if self.baseline is None:
             return [("grid", self.entry, others)]
-        fine = len(self.lists[FINE]) if FINE in self.lists else 4
-        schedules = self.lists.get(SCHEDULE, [])
-        return [
-            ("baseline", self.baseline, others),
-            ("beta-coarse", self.entry, len(self.lists["beta"])),
-            ("beta-fine", self.entry, fine),
-            *([("beta-schedule", self.entry, len(schedules) - 1)] if len(schedules) > 1 else []),
-            ("others", self.entry, others - (0 if self.trials else 1)),
-        ]
+        beta, fine, schedules = (len(self.lists.get(name, [])) for name in ("beta", FINE, SCHEDULE))
+        searched = {"beta-coarse": beta, "beta-fine": fine or 4, "beta-schedule": schedules - 1} if beta else {}
+        stages = [(name, self.entry, trials) for name, trials in searched.items() if trials > 0]
+        known = 1 if beta and not self.trials else 0
+        return [("baseline", self.baseline, others), *stages, ("others", self.entry, others - known)]
 
 
 def baseline_of(algorithm: str) -> str | None:
@@ -214,6 +210,8 @@ def tune(search: Search, evaluate: Evaluate) -> tuple[list[Outcome], list[Outcom
     if search.baseline is None:
         return evaluate(Stage(name="grid", entry=search.entry, lists=search.others, trials=search.trials), []), []
     before = evaluate(Stage(name="baseline", entry=search.baseline, lists=search.others, trials=search.trials), [])
+    if "beta" not in search.lists:  # it sets itself
+        return evaluate(Stage(name="others", entry=search.entry, lists=search.others, trials=search.trials), []), before
     transferred = best_of(before, f"the baseline {search.baseline}").point
     schedules = search.lists.get(SCHEDULE, [])
     transferred = transferred | ({SCHEDULE: schedules[0]} if schedules else {})

@@ -153,7 +153,7 @@ def write_results(folder: Path, plan: SweepPlan, found: Found) -> dict[str, Any]
     baseline = summary["baseline_best"]
     write_toml(folder / BEST, best_recipe(plan, summary["best"], baseline["values"] if baseline else None))
     with matplotlib.rc_context(STYLE):
-        if plan.search.baseline is not None:
+        if plan.search.baseline is not None and "beta" in plan.search.lists:
             _draw_beta(folder, plan, found, summary)
         _draw_values(folder, plan, found)
     write_json(folder / SUMMARY, summary)
