@@ -78,14 +78,30 @@ class Recipe:
         """Return the tables of one entry of a comparison with the recipe's rounds, or its own settings'."""
         from gradalign.recipes.scale import lay_over, lay_settings
 
-        settings = self.compare.settings.get(entry, {})
+        settings = self.stated_of(entry)
         if not isinstance(settings.get("algorithm", {}), Mapping):
             raise GradalignError(f"{self.source}: compare.settings.{entry}.algorithm must be a table of settings")
         name = str(merge({"algorithm": {"name": entry}}, settings)["algorithm"]["name"])
         data = merge(self._fitted(self.data, name, self.own_name), {"algorithm": {"name": entry}})
-        data = lay_settings(lay_over(data, self._settled(settings, name)), self._fitted(self.changes, name, name))
+        data = lay_settings(lay_over(data, self._settled(settings, name)), self.changes_for(entry, name))
         data["algorithm"]["name"] = name
         return data
+
+    def stated_of(self, entry: str) -> Mapping[str, Any]:
+        """Return an entry's own [compare.settings], however its name is spelled."""
+        from gradalign.recipes.names import plain_name
+
+        known = self.compare.settings
+        alike = (own for name, own in known.items() if plain_name(name) == plain_name(entry))
+        return known[entry] if entry in known else next(alike, {})
+
+    def changes_for(self, entry: str, name: str) -> dict[str, Any]:
+        """Return the command line's settings that are for an entry: a β is not for one that is defined by "auto"."""
+        changes = self._fitted(self.changes, name, name)
+        own = changes.get("algorithm")
+        if isinstance(own, Mapping) and found(self.stated_of(entry), "algorithm", "beta") == "auto":
+            changes["algorithm"] = {key: value for key, value in own.items() if key != "beta"}
+        return changes
 
     @property
     def own_name(self) -> str | None:

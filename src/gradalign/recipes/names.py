@@ -92,9 +92,11 @@ def fitting(tables: Mapping[str, Any], name: str, own: str | None) -> dict[str, 
     if isinstance(algorithm, Mapping):
         unfit = algorithm_keys(*([own] if own else [])) - accepted_parameters(name) - {"name", "parts"}
         parts = algorithm.get("parts")
-        if not isinstance(parts, Mapping) or not set(map(plain_name, parts)) <= parts_of(name).keys():
-            unfit.add("parts")  # tables for algorithms that are not among these
-        fit["algorithm"] = {key: value for key, value in algorithm.items() if key not in unfit}
+        if isinstance(parts, Mapping):  # without tables of algorithms that are not among these
+            others = (known_algorithms().keys() | parts_of(own or name).keys()) - parts_of(name).keys()
+            parts = {key: one for key, one in parts.items() if plain_name(key) not in others}
+        fit["algorithm"] = {key: value for key, value in algorithm.items() if key not in unfit | {"parts"}}
+        fit["algorithm"] |= {"parts": parts} if parts else {}
     if isinstance(server, Mapping):
         rule, written_for = rule_of(name), rule_of(own)
         unfit = server_keys(own) - keys_of(rule)
@@ -141,9 +143,9 @@ def require_used(recipe: Recipe, entries: Sequence[str]) -> None:
     names = [recipe.spec_for(entry, 0).algorithm.name for entry in entries]
     rules = {plain_name(rule.label): rule for rule in map(rule_of, names)}
     used = {"algorithm": {"name"}, "server": set[str]()}
-    for name in names:
-        for table, keys in used.items():
-            keys.update(fitting({table: recipe.changes.get(table, {})}, name, name)[table])
+    for entry, name in zip(entries, names, strict=True):
+        used["algorithm"].update(recipe.changes_for(entry, name).get("algorithm", {}))
+        used["server"].update(fitting({"server": recipe.changes.get("server", {})}, name, name)["server"])
     for key, value in recipe.changes.get("server", {}).items():
         having = [label for label, rule in rules.items() if key in keys_of(rule)]
         if is_rules_table(value) and plain_name(key) not in rules:

@@ -21,7 +21,6 @@ from gradalign.algorithms.plan import Combination
 from gradalign.errors import GradalignError
 from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import TASKS, build_algorithm
-from gradalign.recipes.names import accepted_parameters
 from gradalign.recipes.spec import AlgorithmSpec, Portion, Section, Spec, TaskSpec, checked, validate
 
 _SHARES = {"client_share": "clients", "data_share": "data"}  # the task's settings that a scale makes use of
@@ -54,8 +53,14 @@ def lay_settings(tables: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     """Return a recipe's tables with the command line's settings over them.
 
     A count that is set there is meant as it stands: no scale shrinks it. Another task, or another number of clients a
-    round, is not the problem that the paper's numbers are of.
+    round, is not the problem that the paper's numbers are of. What a part's own table states has to be named there.
     """
+    parts, changed = found(tables, "algorithm", "parts"), found(settings, "algorithm")
+    for part in parts if isinstance(parts, Mapping) else ():
+        for key in changed if isinstance(changed, Mapping) else ():
+            if found(parts, part, key) is not None:
+                here = f"algorithm.parts.{part}.{key}"
+                raise GradalignError(f"--set algorithm.{key} says nothing beside the recipe's {here}: say --set {here}")
     merged = lay_over(tables, settings)
     exact = {name: 1.0 for name, path in _COUNTS.items() if found(settings, *path) is not None}
     if exact and merged.get("scale") is not None:
@@ -103,6 +108,11 @@ def apply_scale(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     return _unlike_paper(scaled) if shares else scaled
 
 
+def unscaled(tables: Mapping[str, Any], source: str) -> Spec:
+    """Return what tables describe before they are scaled."""
+    return validate({key: value for key, value in tables.items() if key != "scale"}, source)
+
+
 def _taken(task: Any) -> set[str]:
     """Return the shares that a task takes without becoming another problem; a user's own function may take both."""
     make = TASKS.get(str(found(task, "name") or TaskSpec().name))
@@ -144,13 +154,14 @@ def lay_over(tables: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
             now = _stretched(now, factor, rounds)
         else:
             continue
-        merged = _replaced(merged, path, now)
+        merged = replaced(merged, path, now)
     return merged
 
 
-def _replaced(data: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+def replaced(data: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Return tables with another value at the end of a path, whatever was there."""
     step, *rest = path
-    return {**data, step: _replaced(data[step], tuple(rest), value) if rest else value}
+    return {**data, step: replaced(data[step], tuple(rest), value) if rest else value}
 
 
 def _rounds(data: Mapping[str, Any]) -> int:
@@ -223,7 +234,7 @@ def at_equal_communication(recipe: Recipe, entry: str) -> dict[str, Any]:
     Rounds that the entry's own settings give are obeyed, unless the command line gives others.
     """
     tables, source = recipe.settings_of(entry), f"{recipe.source} ({entry})"
-    given = "rounds" in recipe.compare.settings.get(entry, {}) and "rounds" not in recipe.changes
+    given = "rounds" in recipe.stated_of(entry) and "rounds" not in recipe.changes
     if recipe.compare.equal == "updates" or given:
         return tables
     own = found(recipe.changes, "algorithm", "name") or found(recipe.data, "algorithm", "name") or AlgorithmSpec().name
@@ -235,10 +246,7 @@ def at_equal_communication(recipe: Recipe, entry: str) -> dict[str, Any]:
 
 def _rounds_and_trips(tables: Mapping[str, Any], source: str) -> tuple[int, Fraction]:
     """Return how many rounds there are before scaling, and how often one of them communicates on average."""
-    name = str(found(tables, "algorithm", "name"))
-    if "beta" in accepted_parameters(name) and found(tables, "algorithm", "beta") is None:
-        tables = merge(tables, {"algorithm": {"beta": 1.0}})  # a recipe for comparing only; any will do for counting
-    spec = validate({key: value for key, value in tables.items() if key != "scale"}, source)
+    spec = unscaled(tables, source)
     return spec.rounds, Fraction(communications(build_algorithm(spec.algorithm, spec.server), spec.rounds), spec.rounds)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradalign.comparison import Planned, claimed_folder, plan_comparison, run_comparison
 from gradalign.errors import GradalignError
+from gradalign.recipes.scale import unscaled
 from gradalign.recipes.spec import checked
 from gradalign.report import report_gathered
 from gradalign.reproduce import outcome
@@ -121,8 +122,8 @@ class Reproduction:
         recipe = replace(recipe, data={**recipe.data, "seed": SEARCH_SEED})
         stated = tune.lists[entry].model_dump(exclude_none=True)
         lists: Lists = {name: stated.pop(name) for name in [*PLACES, FINE] if name in stated}
-        spec = recipe.spec_for(entry, SEARCH_SEED)
-        local, own = spec.local, spec.algorithm.model_extra or {}
+        spec = unscaled(recipe.tables_for(entry), recipe.source)
+        local, own = spec.local, spec.algorithm.given()
         held: dict[str, Any] = {"K": [local.steps]} if local.steps else {"epochs": [local.epochs or 1]}
         held |= {"lr": [local.lr], "batch": [local.batch_size or "whole"], "weight_decay": [local.weight_decay]}
         held |= {name: [own[name]] for name in ("mu", "alpha", "rho") if name in own}

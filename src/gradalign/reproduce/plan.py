@@ -118,7 +118,8 @@ class Experiment(Section):
         names = {*self.entry_names(), *base.compare.settings, *chosen, *([own.tune.base] if own.tune else [])}
         fixed, common = self.fixed(), chosen.get(own.tune.base, {}) if own.tune else {}
         points = {name: chosen.get(name, left_free(fixed.get(name, {}), common)) for name in names}
-        given = {name: apply_point(fixed.get(name, {}), points[name]) for name in names}
+        recipe = replace(base, data=data, compare=base.compare.model_copy(update={"settings": fixed}))
+        given = {name: apply_point(fixed.get(name, {}), points[name], recipe.settings_of(name)) for name in names}
         recipe = replace(base, data=data, compare=base.compare.model_copy(update={"settings": given}))
         specs = {name: recipe.spec_for(name, 0) for name in names}
         lengths = (budget or own.budget, budget or own.measured_as or own.budget)

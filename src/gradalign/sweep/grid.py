@@ -11,8 +11,9 @@ from typing import Any, get_args, get_type_hints
 
 from gradalign.algorithms.schedule import Cosine
 from gradalign.errors import GradalignError
-from gradalign.recipes import merge
-from gradalign.recipes.names import accepted_parameters, parts_of
+from gradalign.recipes import found, merge
+from gradalign.recipes.names import accepted_parameters, parts_of, plain_name
+from gradalign.recipes.scale import replaced
 from gradalign.recipes.spec import ScheduleSpec, Spec, SweepSpec, checked
 from gradalign.report.experiments import shown_value
 
@@ -93,32 +94,48 @@ def default_lists(spec: Spec) -> Lists:
         lists["epochs"] = sorted({*_EPOCHS, local.epochs or 1})
     else:
         lists["K"] = sorted({*_STEPS, local.steps})
-    own = accepted_parameters(spec.algorithm.name)
-    return lists | {name: list(values) for name, values in _OWN_VALUES.items() if name in own}
+    for name in _OWN_VALUES.keys() & accepted_parameters(spec.algorithm.name):
+        own = {getattr(value, "value", value) for value in _stated(spec, name)}  # of a schedule, what it is about
+        lists[name] = sorted({*_OWN_VALUES[name], *(value for value in own if isinstance(value, int | float))})
+    return lists
 
 
-def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
+def _stated(spec: Spec, name: str) -> list[Any]:
+    """Return what the algorithm's table, and those of its parts, say of a parameter."""
+    tables = [spec.algorithm, *(spec.algorithm.parts or {}).values()]
+    return [table.given()[name] for table in tables if name in table.given()]
+
+
+def choose_lists(spec: Spec, section: SweepSpec, given: Lists, fixed: Mapping[str, Any] | None = None) -> Lists:
     """Return the lists of a sweep: the defaults, over them the recipe's [sweep], over that the command line's.
 
-    What the spec's algorithm does not have is left out of the recipe's ``section``; in ``given`` it is a mistake. A β
-    that sets itself is searched only where ``given`` has values of it.
+    What the spec's algorithm does not have is left out of the recipe's ``section``; in ``given`` it is a mistake. What
+    the tables ``fixed`` say, and a β that sets itself, is searched only where values of it are ``given``; where nobody
+    says "auto", it being the default, also where the section has some.
     """
     stated = {name: _distinct(values) for name in [*PLACES, FINE] if (values := getattr(section, name))}
-    lists = default_lists(spec)
-    if (spec.algorithm.model_extra or {}).get("beta") == "auto":
-        stated, lists = ({k: v for k, v in one.items() if not k.startswith("beta")} for one in (stated, lists))
-    for layer in (stated, given):
+    lists, own = default_lists(spec), accepted_parameters(spec.algorithm.name)
+    betas = _stated(spec, "beta") or [getattr(kind, "beta", None) for kind in parts_of(spec.algorithm.name).values()]
+    if "auto" in betas:
+        lists.pop("beta", None)
+    if "auto" in _stated(spec, "beta"):
+        stated = {name: values for name, values in stated.items() if not name.startswith("beta")}
+    elif isinstance(found(fixed, "algorithm", "beta"), Mapping):
+        stated.pop(SCHEDULE, None)
+    values = {name: found(fixed, *place) for name, place in PLACES.items() if name != SCHEDULE}
+    held: Lists = {name: [one] for name, one in values.items() if isinstance(one, int | float | str) and one != "auto"}
+    held = {name: one for name, one in held.items() if name not in _OWN_VALUES or name in own}
+    for layer in (stated, held | ({FINE: held["beta"]} if "beta" in held else {}), given):
         if "K" in layer and "epochs" in layer:
             raise GradalignError("a sweep goes over K (local steps) or over epochs, not both")
         for name, other in (("K", "epochs"), ("epochs", "K")):
             if name in layer:
                 lists.pop(other, None)
         lists |= layer
-    own = accepted_parameters(spec.algorithm.name)
     not_its_own = [name for name in (*_OWN_VALUES, FINE) if name.removesuffix("_fine") not in own]
     hints = (get_type_hints(part).get("beta") for part in parts_of(spec.algorithm.name).values())
-    betas = [get_args(hint) for hint in hints if hint is not None]
-    if not betas or not all(Cosine in kinds for kinds in betas):  # FedInit's is a number
+    kinds = [get_args(hint) for hint in hints if hint is not None]
+    if not kinds or not all(Cosine in one for one in kinds):  # FedInit's is a number
         not_its_own.append(SCHEDULE)
     wrong = [name for name in not_its_own if name in given]
     if wrong:
@@ -133,23 +150,39 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists) -> Lists:
     return {name: values for name, values in lists.items() if name not in not_its_own}
 
 
-def apply_point(tables: Mapping[str, Any], point: Mapping[str, Value]) -> dict[str, Any]:
-    """Return a recipe's tables with a point's values in their places; of a schedule, the value it is about."""
-    data = dict(tables)
+def apply_point(
+    tables: Mapping[str, Any], point: Mapping[str, Value], within: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a recipe's tables with a point's values in their places; of a schedule, the value it is about.
+
+    ``within`` are the whole tables where these are laid over others: a schedule or a part's table may stand there.
+    """
+    data, whole = dict(tables), tables if within is None else within
     for name, value in point.items():
-        if name == SCHEDULE:
-            continue
-        table, key = PLACES[name]
-        before = data.get(table, {}).get(key)
-        data = merge(data, {table: {key: {"value": value} if isinstance(before, Mapping) else value}})
+        if name != SCHEDULE:
+            path = _place(whole, name)
+            change: Any = {"value": value} if isinstance(found(whole, *path), Mapping) else value
+            for step in reversed(path):
+                change = {step: change}
+            data = merge(data, change)
     for name, other in (("K", "epochs"), ("epochs", "K")):
         if name in point:
             data["local"].pop(PLACES[other][1], None)
     if SCHEDULE in point:
-        own = data["algorithm"]
-        beta = own["beta"]["value"] if isinstance(own["beta"], Mapping) else own["beta"]
-        data["algorithm"] = {**own, "beta": scheduled(str(point[SCHEDULE]), beta)}
+        path = _place(whole, SCHEDULE)
+        beta = found(data, *path)
+        value = beta["value"] if isinstance(beta, Mapping) else beta
+        data = replaced(data, path, scheduled(str(point[SCHEDULE]), value))
     return data
+
+
+def _place(tables: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return where a value goes: its place, or that in the table of the part that states it, of β the aligned one."""
+    table, key = PLACES[name]
+    parts = found(tables, table, "parts")
+    having = [part for part in parts if found(parts, part, key) is not None] if isinstance(parts, Mapping) else []
+    having.sort(key=lambda part: plain_name(part) not in ("fedga", "gradalign"))
+    return (table, "parts", having[0], key) if having else (table, key)
 
 
 def scheduled(words: str, value: float) -> float | dict[str, Any]:

@@ -13,8 +13,8 @@ from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import build_federation, task_of
-from gradalign.recipes.names import require_used
-from gradalign.recipes.scale import apply_scale, lay_over
+from gradalign.recipes.names import fitting, require_used
+from gradalign.recipes.scale import apply_scale, lay_over, unscaled
 from gradalign.recipes.spec import Spec, SweepSpec, checked, validate
 from gradalign.report.experiments import shown_value
 from gradalign.runs import METRICS, safe_name
@@ -122,15 +122,17 @@ def plan_sweep(
 
     ``chosen`` says how trials are stopped and finalists decided; None takes the recipe's [sweep] value, or the default.
     """
-    defaults: dict[str, Any] = {"holdout": 0.1, "stop_after": 0.2, "margin": 0.2, "finalists": 3, "seeds": 3}
+    defaults: dict[str, Any] = {"stop_after": 0.2, "margin": 0.2, "finalists": 3, "seeds": 3}
+    defaults["holdout"] = recipe.spec().clients.holdout or 0.1
     checked(SweepSpec, chosen, "sweep")
     for layer in (recipe.sweep.model_dump(include=set(defaults)), chosen):
         defaults |= {name: value for name, value in layer.items() if value is not None}
     own = recipe.spec()
     entry = algorithm or own.algorithm.name
-    spec = recipe.spec_for(entry, own.seed)
+    spec = unscaled(recipe.tables_for(entry), f"{recipe.source} ({entry})")  # trials are scaled, values before that
     baseline = baseline_of(spec.algorithm.name)
-    lists = choose_lists(spec, recipe.sweep, given)
+    recipe = recipe if baseline is None else _with_baseline(recipe, entry, baseline, spec.algorithm.name)
+    lists = choose_lists(spec, recipe.sweep, given, _fixed(recipe, entry))
     plan = SweepPlan(
         recipe=recipe,
         search=Search(entry=entry, baseline=baseline, lists=lists, trials=_trials(sampler, trials)),
@@ -141,6 +143,23 @@ def plan_sweep(
     require_used(recipe, plan.entries())
     _check(plan)
     return plan
+
+
+def _fixed(recipe: Recipe, entry: str) -> dict[str, Any]:
+    """Return what is not searched unasked: what the command line sets, an entry's number of steps and β's schedule."""
+    stated = recipe.stated_of(entry)
+    steps = {key: one for key in ("steps", "epochs") if (one := found(stated, "local", key)) is not None}
+    beta = found(stated, "algorithm", "beta")
+    return merge({"local": steps, "algorithm": {"beta": beta} if isinstance(beta, Mapping) else {}}, recipe.changes)
+
+
+def _with_baseline(recipe: Recipe, entry: str, baseline: str, name: str) -> Recipe:
+    """Return a recipe whose baseline has what the entry states beside its alignment, under what it states itself."""
+    shared = {key: value for key, value in recipe.stated_of(entry).items() if key not in ("rounds", "measure")}
+    shared["algorithm"] = {key: value for key, value in shared.get("algorithm", {}).items() if key != "name"}
+    theirs = merge(fitting(shared, baseline, name), recipe.stated_of(baseline))
+    settings = {**recipe.compare.settings, baseline: theirs}
+    return replace(recipe, compare=recipe.compare.model_copy(update={"settings": settings}))
 
 
 def _trials(sampler: str, trials: int | None) -> int | None:

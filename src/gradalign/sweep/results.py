@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from gradalign.recipes import merge
 from gradalign.recipes.scale import describe_scale
 from gradalign.report.experiments import shown_value
 from gradalign.report.figures import COLOURS, STYLE, save, tidy
@@ -140,9 +139,15 @@ def best_recipe(plan: SweepPlan, best: Point, baseline: Point | None) -> dict[st
     tables = apply_point(plan.recipe.tables_for(plan.search.entry), best)
     name = tables["algorithm"]["name"]
     compare = plan.recipe.compare.model_dump(include={"curves", "equal"}) | {"algorithms": [name], "seeds": plan.seeds}
-    if plan.search.baseline is not None and baseline is not None:
-        settings = merge(plan.recipe.compare.settings.get(plan.search.baseline, {}), apply_point({}, baseline))
-        compare |= {"algorithms": [name, plan.search.baseline], "settings": {plan.search.baseline: settings}}
+    other, known = plan.search.baseline, plan.recipe.compare.settings
+    settings = {key: one for key, one in known.items() if key not in (plan.search.entry, name, other)}
+    if other is not None and baseline is not None:
+        theirs = apply_point(plan.recipe.settings_of(other), baseline)
+        stated = {"rounds"} & plan.recipe.stated_of(other).keys() - plan.recipe.changes.keys()
+        written = ("algorithm", "local", "server", "clients", *stated)
+        settings[other] = {key: theirs[key] for key in written if key in theirs}
+        compare["algorithms"] = [name, other]
+    compare |= {"settings": settings} if settings else {}
     recipe: dict[str, Any] = plain({**tables, "compare": compare})
     return recipe
 

@@ -1,0 +1,180 @@
+"""What a recipe, one of its entries or the command line states is what every command runs."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from gradalign.errors import GradalignError
+from gradalign.recipes import load_recipe, merge
+from gradalign.recipes.names import require_used
+from gradalign.reproduce.plan import Experiment
+from gradalign.sweep.grid import parse_grid
+from gradalign.sweep.plan import SweepPlan, plan_sweep
+from gradalign.sweep.results import best_recipe
+
+BARE = {
+    "rounds": 8,
+    "task": {"name": "digits", "clients": 6},
+    "algorithm": {"name": "fedga"},
+    "local": {"lr": 0.1, "steps": 2, "batch_size": 32},
+}
+WARMUP = {"kind": "warmup", "value": 0.1, "rounds": 4}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A recipe of the tables above with changes over them, and with words of the command line."""
+
+    def made(changes: dict, *words: str):
+        file = tmp_path / "mine.toml"
+        file.write_bytes(tomli_w.dumps(merge(BARE, changes)).encode())
+        return load_recipe(str(file), words)
+
+    return made
+
+
+def planned(recipe, entry: str | None = None, *words: str) -> SweepPlan:
+    return plan_sweep(recipe, entry, parse_grid(words), sampler="grid", trials=None, test_beta=False)
+
+
+def test_a_comparison_counts_the_trips_of_the_default_beta(recipe):
+    """FedGA() has one trip a round, so FedAvg has as many rounds, and fresh SCAFFOLD, with two, half of them."""
+    mine = recipe({})
+    assert [mine.spec_for(entry, 0).rounds for entry in ("fedga", "fedavg", "scaffold")] == [8, 8, 4]
+    mine = recipe({"algorithm": {"beta": 0.1}})
+    assert [mine.spec_for(entry, 0).rounds for entry in ("fedga", "fedavg", "scaffold")] == [8, 16, 8]
+
+
+def test_the_default_beta_is_searched_where_the_recipe_has_values_of_it(recipe):
+    assert "beta" not in planned(recipe({})).search.lists
+    assert planned(recipe({"sweep": {"beta": [0.1, 1.0]}})).search.lists["beta"] == [0.1, 1.0]
+    assert "beta" not in planned(recipe({"algorithm": {"beta": "auto"}, "sweep": {"beta": [0.1]}})).search.lists
+    assert planned(recipe({}), None, "beta=.3").search.lists["beta"] == [0.3]
+    assert 0.4 in planned(recipe({"algorithm": {"beta": 0.4}})).search.lists["beta"], (
+        "the recipe's own beside the paper's"
+    )
+
+
+def test_a_sweeps_baseline_is_the_entry_without_its_alignment(recipe):
+    local = {"optimizer": "adamw", "clip_norm": 5.0}
+    entry = {
+        "algorithm": {"name": "fedga", "beta": 0.2},
+        "local": local,
+        "clients": {"weights": "examples"},
+        "rounds": 3,
+    }
+    mine = recipe({"compare": {"settings": {"mine": entry, "fedavg": {"local": {"clip_norm": 3.0}}}}})
+    plan = planned(mine, "mine", "lr=.01", "batch=32", "K=2", "weight_decay=0", "beta=.1")
+    ours, theirs = plan.spec("mine", {}), plan.spec("fedavg", {})
+    assert theirs.algorithm.given() == {}
+    assert theirs.clients.weights == "examples"
+    assert theirs.local == ours.local.model_copy(update={"clip_norm": 3.0}), "what FedAvg states itself stands"
+    assert (ours.rounds, theirs.rounds) == (3, 8), "rounds are not shared: the recipe's FedGA() has eight trips"
+    rule = {"algorithm": {"name": "fedga+fedadam", "beta": 0.2}, "server": {"lr": 0.007}}
+    plan = planned(recipe({"compare": {"settings": {"adam": rule}}}), "adam")
+    assert plan.spec("fedadam", {}).server.given() == {"lr": 0.007}
+
+
+def test_the_best_values_compare_what_the_trials_ran(recipe, tmp_path):
+    """Schedules, what the command line set, and what other entries state."""
+    settings = {"fedavg": {"local": {"clip_norm": 5.0}, "rounds": 3}, "fedprox": {"algorithm": {"mu": 0.7}}}
+    tables = {"algorithm": {"beta": 0.2}, "local": {"lr": WARMUP}, "compare": {"settings": settings}}
+    for words in ((), ("local.clip_norm=3.0", "rounds=6")):
+        mine = recipe(tables, *words)
+        plan = planned(mine)
+        values, theirs = {"lr": 0.4, "K": 5, "beta": 0.3}, {"lr": 0.2, "K": 3}
+        (tmp_path / "best.toml").write_bytes(tomli_w.dumps(best_recipe(plan, values, theirs)).encode())
+        best = load_recipe(str(tmp_path / "best.toml"))
+        for entry, point in (("fedga", values), ("fedavg", theirs)):
+            trial, again = plan.spec(entry, point, test=True), best.spec_for(entry, 0)
+            assert again.local == trial.local
+            assert (again.algorithm, again.rounds) == (trial.algorithm, trial.rounds)
+        assert again.local.lr.kind == "warmup"
+        assert again.local.clip_norm == (3.0 if words else 5.0)
+        assert again.rounds == (12 if words else 3)
+        assert best.spec_for("fedprox", 0).algorithm.given() == {"mu": 0.7}
+
+
+def test_parts_have_the_last_word_and_keep_it(recipe):
+    parts = {"algorithm": {"name": "fedga+fedinit", "parts": {"fedga": {"beta": 0.4}, "fedinit": {"beta": 0.03}}}}
+    mine = recipe(parts)
+    for entry, beta in (("fedga", 0.4), ("fedinit", 0.03)):
+        assert mine.spec_for(entry, 0).algorithm.parts[entry].given() == {"beta": beta}
+    assert mine.spec_for("fedavg", 0).algorithm.parts is None
+    plan = planned(mine, None, "beta=.1,.2")
+    tried = plan.spec("fedga+fedinit", {"beta": 0.1}).algorithm
+    assert {name: part.given()["beta"] for name, part in tried.parts.items()} == {"fedga": 0.1, "fedinit": 0.03}
+    assert plan.spec("fedinit", {}).algorithm.parts["fedinit"].given() == {"beta": 0.03}, "the baseline's, too"
+    auto = recipe(merge(parts, {"algorithm": {"parts": {"fedga": {"beta": "auto"}}}}))
+    assert "beta" not in planned(auto).search.lists
+    with pytest.raises(GradalignError, match=r"say --set algorithm\.parts\.fedga\.beta"):
+        recipe(parts, "algorithm.beta=5").spec()
+    changed = recipe(parts, "algorithm.parts.fedga.beta=5").spec().algorithm
+    assert changed.parts["fedga"].given() == {"beta": 5}
+    with pytest.raises(GradalignError, match="has no such part"):
+        planned(recipe({"algorithm": {"parts": {"fedgo": {"beta": 1.0}}}}))
+
+
+def test_a_number_on_the_command_line_is_not_for_an_entry_that_is_auto():
+    digits = load_recipe("digits", ["algorithm.beta=0.1"])
+    assert digits.spec_for("fedga-auto", 0).algorithm.given()["beta"] == "auto"
+    assert digits.spec_for("fedga-running", 0).algorithm.given()["beta"] == 0.1
+    require_used(digits, ["fedga-auto", "fedga"])
+    with pytest.raises(GradalignError, match=r"--set algorithm\.beta: none of fedga-auto has such a parameter"):
+        require_used(digits, ["fedga-auto"])
+
+
+def test_what_is_set_is_not_searched_unasked(recipe):
+    sweep = {"sweep": {"lr": [0.1, 0.2], "K": [5], "beta": [0.1], "beta_schedule": ["constant", "cosine"]}}
+    entries = {
+        "one step": {"algorithm": {"name": "fedavg"}, "local": {"steps": 1}},
+        "late": {"algorithm": {"name": "fedga", "beta": {"kind": "off-until", "value": 0.1, "share": 0.5}}},
+    }
+    mine = recipe(sweep | {"compare": {"settings": entries}})
+    assert planned(mine, "one step").search.lists["K"] == [1]
+    assert planned(mine, "one step", "K=3,4").search.lists["K"] == [3, 4]
+    assert planned(mine, "one step", "epochs=1").search.lists["epochs"] == [1]
+    assert "beta_schedule" not in planned(mine, "late").search.lists
+    lists = planned(recipe(sweep, "local.lr=0.07", "local.steps=3", "algorithm.beta=0.4")).search.lists
+    assert [lists[name] for name in ("lr", "K", "beta", "beta_fine")] == [[0.07], [3], [0.4], [0.4]]
+
+
+def test_trials_have_batches_of_the_recipes_scale(recipe):
+    mine = recipe({"scale": {"data": 0.5}})
+    plan = planned(mine, "fedavg")
+    assert plan.search.lists["batch"] == [32, "whole"]
+    assert plan.spec("fedavg", {"batch": 32}).local.batch_size == mine.spec_for("fedavg", 0).local.batch_size == 16
+
+
+def test_a_recipes_holdout_is_that_of_its_sweep(recipe):
+    assert planned(recipe({})).holdout == 0.1
+    assert planned(recipe({"clients": {"holdout": 0.3}})).holdout == 0.3
+    assert planned(recipe({"clients": {"holdout": 0.3}, "sweep": {"holdout": 0.2}})).holdout == 0.2
+
+
+@pytest.mark.parametrize("name", ["fedprox", "FedProx", "Fed-Prox"])
+def test_an_entrys_settings_are_found_however_its_name_is_spelled(name):
+    assert load_recipe("digits").spec_for(name, 0).algorithm.given() == {"mu": 0.1}
+
+
+def test_a_reproduction_keeps_the_schedules_of_its_recipe(recipe, tmp_path):
+    beta = {"kind": "off-until", "value": 0.1, "share": 0.5}
+    recipe({"local": {"lr": WARMUP}, "algorithm": {"beta": beta}})
+    plan = {"name": "x", "title": "x", "recipe": str(tmp_path / "mine.toml"), "algorithms": [["fedga", "fedavg"]]}
+    one = Experiment.model_validate(plan | {"scales": {"small": {"budget": 24}}})
+    chosen = {"fedga": {"lr": 0.2, "beta": 0.3}, "fedavg": {"lr": 0.4}}
+    made = one.recipe_at("small", chosen)
+    ours, theirs = made.spec_for("fedga", 0), made.spec_for("fedavg", 0)
+    assert (ours.algorithm.given()["beta"].kind, ours.algorithm.given()["beta"].value) == ("off-until", 0.3)
+    assert (ours.local.lr.kind, ours.local.lr.value) == ("warmup", 0.2)
+    assert (theirs.local.lr.kind, theirs.local.lr.value) == ("warmup", 0.4)
+    assert theirs.local.lr.rounds == 12, "half of the run, as in the recipe"
+
+
+def test_the_shipped_recipes_are_as_they_were():
+    """None of them is without a β where its algorithm has one, so that none's rounds have changed."""
+    for path in Path(load_recipe.__code__.co_filename).parent.glob("*.toml"):
+        algorithm = tomllib.loads(path.read_text()).get("algorithm", {})
+        assert algorithm.get("name", "fedga") not in ("fedga", "gradalign") or "beta" in algorithm, path.name
