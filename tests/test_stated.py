@@ -117,11 +117,72 @@ def test_parts_have_the_last_word_and_keep_it(recipe):
         planned(recipe({"algorithm": {"parts": {"fedgo": {"beta": 1.0}}}}))
 
 
+def test_only_the_aligned_parts_beta_is_searched(recipe):
+    """FedInit's has the same name and is another thing."""
+    mine = recipe({"algorithm": {"name": "fedga+fedinit", "beta": 0.4, "parts": {"fedinit": {"beta": 0.03}}}})
+    tried = planned(mine, None, "beta=.1").spec("fedga+fedinit", {"beta": 0.1}).algorithm
+    assert (tried.given()["beta"], tried.parts["fedinit"].given()["beta"]) == (0.1, 0.03)
+    changed = recipe(mine.data, "algorithm.beta=0.1").spec().algorithm
+    assert (changed.given()["beta"], changed.parts["fedinit"].given()["beta"]) == (0.1, 0.03)
+    auto = recipe({"algorithm": {"name": "fedga+fedinit", "parts": {"fedinit": {"beta": 0.03}}}})
+    assert "beta" not in planned(auto).search.lists
+    alone = recipe({"algorithm": {"name": "fedinit", "parts": {"fedinit": {"beta": 0.03}}}})
+    assert planned(alone).search.lists["beta"] == [0.01, 0.03, 0.1, 1.0, 5.0]
+    assert planned(alone).spec("fedinit", {"beta": 0.1}).algorithm.parts["fedinit"].given() == {"beta": 0.1}
+
+
+def test_the_best_values_stand_whatever_the_entries_are_called(recipe, tmp_path):
+    settings = {"FedGA": {"local": {"lr": 0.01}}, "fedavg": {"precision": "bf16"}}
+    plan = planned(recipe({"algorithm": {"beta": 0.2}, "compare": {"settings": settings}}))
+    (tmp_path / "best.toml").write_bytes(
+        tomli_w.dumps(best_recipe(plan, {"lr": 0.3, "beta": 0.1}, {"lr": 0.4})).encode()
+    )
+    best = load_recipe(str(tmp_path / "best.toml"))
+    assert [best.spec_for(entry, 0).local.lr for entry in ("fedga", "fedavg")] == [0.3, 0.4]
+    assert best.spec_for("fedavg", 0).precision == "bf16"
+
+
+def test_schedules_of_a_sweeps_baseline_take_the_same_share_of_its_run(recipe, tmp_path):
+    """In rounds, 4 of 8: whatever the entry's own rounds are, and again when its best values are compared."""
+    entries = {
+        "running": {"algorithm": {"name": "fedga", "mean": "running", "beta": 0.1}},
+        "short": {"algorithm": {"name": "fedga", "beta": 0.1}, "rounds": 4, "local": {"lr": WARMUP | {"rounds": 2}}},
+    }
+    mine = recipe({"algorithm": {"beta": 0.2}, "local": {"lr": WARMUP}, "compare": {"settings": entries}})
+    for entry in entries:
+        plan = planned(mine, entry)
+        trial = plan.spec("fedavg", {}, test=True)
+        assert (trial.local.lr.rounds, trial.rounds) == (8, 16), entry
+        (tmp_path / "best.toml").write_bytes(tomli_w.dumps(best_recipe(plan, {"lr": 0.3}, {"lr": 0.4})).encode())
+        again = load_recipe(str(tmp_path / "best.toml")).spec_for("fedavg", 0)
+        assert 2 * again.local.lr.rounds == again.rounds, entry
+
+
+def test_a_baselines_own_rule_and_schedule_stand_over_the_entrys(recipe):
+    cosine = {"kind": "cosine", "value": 0.1, "end": 0.01}
+    entry = {
+        "algorithm": {"name": "fedga+fedadam", "beta": 0.1},
+        "server": {"fedadam": {"lr": 0.01}},
+        "local": {"lr": cosine},
+    }
+    theirs = {"server": {"lr": 0.5}, "local": {"lr": WARMUP}}
+    plan = planned(recipe({"compare": {"settings": {"mine": entry, "fedadam": theirs}}}), "mine")
+    spec = plan.spec("fedadam", {})
+    assert spec.server.given() == {"lr": 0.5}
+    assert spec.local.lr.kind == "warmup"
+
+
+def test_values_are_listed_in_the_same_order_in_every_process(recipe):
+    lists = planned(recipe({"algorithm": {"name": "fedprox+fedsam"}})).search.lists
+    assert list(lists)[-2:] == ["mu", "rho"]
+
+
 def test_a_number_on_the_command_line_is_not_for_an_entry_that_is_auto():
     digits = load_recipe("digits", ["algorithm.beta=0.1"])
     assert digits.spec_for("fedga-auto", 0).algorithm.given()["beta"] == "auto"
     assert digits.spec_for("fedga-running", 0).algorithm.given()["beta"] == 0.1
     require_used(digits, ["fedga-auto", "fedga"])
+    require_used(load_recipe("digits", ["algorithm.beta=auto"]), ["fedga-auto"])
     with pytest.raises(GradalignError, match=r"--set algorithm\.beta: none of fedga-auto has such a parameter"):
         require_used(digits, ["fedga-auto"])
 
@@ -139,6 +200,9 @@ def test_what_is_set_is_not_searched_unasked(recipe):
     assert "beta_schedule" not in planned(mine, "late").search.lists
     lists = planned(recipe(sweep, "local.lr=0.07", "local.steps=3", "algorithm.beta=0.4")).search.lists
     assert [lists[name] for name in ("lr", "K", "beta", "beta_fine")] == [[0.07], [3], [0.4], [0.4]]
+    assert "beta_fine" not in planned(recipe(sweep, "algorithm.beta=0.4"), None, "beta=.01,.02").search.lists
+    entry = {"algorithm": {"name": "fedavg"}, "clients": {"holdout": 0.3}}
+    assert planned(recipe({"compare": {"settings": {"mine": entry}}}), "mine").holdout == 0.3
 
 
 def test_trials_have_batches_of_the_recipes_scale(recipe):

@@ -100,7 +100,7 @@ class Recipe:
         changes = self._fitted(self.changes, name, name)
         own = changes.get("algorithm")
         if isinstance(own, Mapping) and found(self.stated_of(entry), "algorithm", "beta") == "auto":
-            changes["algorithm"] = {key: value for key, value in own.items() if key != "beta"}
+            changes["algorithm"] = {key: value for key, value in own.items() if key != "beta" or value == "auto"}
         return changes
 
     @property

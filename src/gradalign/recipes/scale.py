@@ -21,6 +21,7 @@ from gradalign.algorithms.plan import Combination
 from gradalign.errors import GradalignError
 from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import TASKS, build_algorithm
+from gradalign.recipes.names import keys_of, parts_of, plain_name
 from gradalign.recipes.spec import AlgorithmSpec, Portion, Section, Spec, TaskSpec, checked, validate
 
 _SHARES = {"client_share": "clients", "data_share": "data"}  # the task's settings that a scale makes use of
@@ -56,10 +57,12 @@ def lay_settings(tables: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     round, is not the problem that the paper's numbers are of. What a part's own table states has to be named there.
     """
     parts, changed = found(tables, "algorithm", "parts"), found(settings, "algorithm")
-    for part in parts if isinstance(parts, Mapping) else ():
-        for key in changed if isinstance(changed, Mapping) else ():
-            if found(parts, part, key) is not None:
-                here = f"algorithm.parts.{part}.{key}"
+    if isinstance(parts, Mapping) and isinstance(changed, Mapping) and "name" not in changed:
+        kinds = parts_of(str(found(tables, "algorithm", "name")))
+        for key in changed.keys() - {"parts"}:
+            saying = [part for part in parts if found(parts, part, key) is not None]
+            if saying and {*map(plain_name, saying)} >= {name for name, kind in kinds.items() if key in keys_of(kind)}:
+                here = f"algorithm.parts.{saying[0]}.{key}"
                 raise GradalignError(f"--set algorithm.{key} says nothing beside the recipe's {here}: say --set {here}")
     merged = lay_over(tables, settings)
     exact = {name: 1.0 for name, path in _COUNTS.items() if found(settings, *path) is not None}

@@ -21,7 +21,7 @@ from gradalign.runs.untrusted import is_there, read_optional
 from gradalign.server.measure import versions
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.conduct import run_search
-from gradalign.sweep.grid import FINE, PLACES, Lists, Point
+from gradalign.sweep.grid import FINE, PLACES, Lists, Point, stated_value
 from gradalign.sweep.plan import plan_sweep
 from gradalign.sweep.protocol import at_ends, best_of
 from gradalign.tracking.progress import rounds_bar
@@ -123,12 +123,13 @@ class Reproduction:
         stated = tune.lists[entry].model_dump(exclude_none=True)
         lists: Lists = {name: stated.pop(name) for name in [*PLACES, FINE] if name in stated}
         spec = unscaled(recipe.tables_for(entry), recipe.source)
-        local, own = spec.local, spec.algorithm.given()
+        local, lr = spec.local, getattr(spec.local.lr, "value", spec.local.lr)  # of a schedule, what it is about
         held: dict[str, Any] = {"K": [local.steps]} if local.steps else {"epochs": [local.epochs or 1]}
-        held |= {"lr": [local.lr], "batch": [local.batch_size or "whole"], "weight_decay": [local.weight_decay]}
-        held |= {name: [own[name]] for name in ("mu", "alpha", "rho") if name in own}
-        beta = getattr(own.get("beta", "auto"), "value", own.get("beta", "auto"))  # of a schedule, what it is about
-        held |= {} if "beta" in lists or beta == "auto" else {"beta": [beta], FINE: [beta]}
+        held |= {"lr": [lr], "batch": [local.batch_size or "whole"], "weight_decay": [local.weight_decay]}
+        own = {name: stated_value(spec, name) for name in ("mu", "alpha", "rho", "beta")}
+        held |= {name: [value] for name, value in own.items() if value is not None and name != "beta"}
+        searched = "beta" in lists or own["beta"] in (None, "auto")
+        held |= {} if searched else {"beta": [own["beta"]], FINE: [own["beta"]]}
         plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
         self._stamp()
         self.say(f"{experiment.name}: choosing settings of {entry} on validation examples")

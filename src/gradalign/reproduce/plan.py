@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from gradalign.errors import GradalignError
-from gradalign.recipes import Recipe, load_recipe, merge, read_recipe
+from gradalign.recipes import Recipe, found, load_recipe, merge, read_recipe
 from gradalign.recipes.build import build_algorithm
 from gradalign.recipes.scale import lay_over, rounds_within
 from gradalign.recipes.spec import Count, Section, Seeds, Spec, SweepSpec, Whole, checked
@@ -145,7 +145,7 @@ class Experiment(Section):
 
 def left_free(fixed: Mapping[str, Any], point: Point) -> Point:
     """Return the values of a point that an entry's own settings do not fix; K and epochs are one choice."""
-    own = {name for name, (table, key) in PLACES.items() if key in fixed.get(table, {})}
+    own = {name for name, place in PLACES.items() if found(fixed, *place) is not None}
     own |= {"K", "epochs"} if own & {"K", "epochs"} else set()
     return {name: value for name, value in point.items() if name not in own}
 

@@ -38,6 +38,7 @@ PLACES: dict[str, tuple[str, str]] = {
 }
 _OTHER_NAMES = {"batch_size": "batch", "k": "K", "steps": "K", "local_steps": "K", "wd": "weight_decay"}
 FINE, SCHEDULE = "beta_fine", "beta_schedule"
+_ALIGNED = ("fedga", "gradalign")  # whose β is searched
 _SCHEDULE = re.compile(r"constant|cosine|(warmup|off-until|cosine) (0?\.\d*[1-9]\d*|1(\.0*)?)")
 
 # The paper's values, and those of the papers of FedProx, FedDyn and SAM.
@@ -94,16 +95,18 @@ def default_lists(spec: Spec) -> Lists:
         lists["epochs"] = sorted({*_EPOCHS, local.epochs or 1})
     else:
         lists["K"] = sorted({*_STEPS, local.steps})
-    for name in _OWN_VALUES.keys() & accepted_parameters(spec.algorithm.name):
-        own = {getattr(value, "value", value) for value in _stated(spec, name)}  # of a schedule, what it is about
-        lists[name] = sorted({*_OWN_VALUES[name], *(value for value in own if isinstance(value, int | float))})
+    for name in [name for name in _OWN_VALUES if name in accepted_parameters(spec.algorithm.name)]:
+        own = stated_value(spec, name)
+        lists[name] = sorted({*_OWN_VALUES[name], *([own] if isinstance(own, int | float) else [])})
     return lists
 
 
-def _stated(spec: Spec, name: str) -> list[Any]:
-    """Return what the algorithm's table, and those of its parts, say of a parameter."""
-    tables = [spec.algorithm, *(spec.algorithm.parts or {}).values()]
-    return [table.given()[name] for table in tables if name in table.given()]
+def stated_value(spec: Spec, name: str) -> Any:
+    """Return what is said of an algorithm's parameter, None for nothing; of a schedule, the value it is about."""
+    parts = {part: table.given() for part, table in (spec.algorithm.parts or {}).items()}
+    *_, where, key = _place({"algorithm": {"name": spec.algorithm.name, "parts": parts}}, name)
+    value = parts.get(where, spec.algorithm.given()).get(key)
+    return getattr(value, "value", value)
 
 
 def choose_lists(spec: Spec, section: SweepSpec, given: Lists, fixed: Mapping[str, Any] | None = None) -> Lists:
@@ -115,17 +118,18 @@ def choose_lists(spec: Spec, section: SweepSpec, given: Lists, fixed: Mapping[st
     """
     stated = {name: _distinct(values) for name in [*PLACES, FINE] if (values := getattr(section, name))}
     lists, own = default_lists(spec), accepted_parameters(spec.algorithm.name)
-    betas = _stated(spec, "beta") or [getattr(kind, "beta", None) for kind in parts_of(spec.algorithm.name).values()]
-    if "auto" in betas:
+    beta = stated_value(spec, "beta")
+    defaults = [getattr(kind, "beta", None) for kind in parts_of(spec.algorithm.name).values()]
+    if beta == "auto" or (beta is None and "auto" in defaults):
         lists.pop("beta", None)
-    if "auto" in _stated(spec, "beta"):
+    if beta == "auto":
         stated = {name: values for name, values in stated.items() if not name.startswith("beta")}
     elif isinstance(found(fixed, "algorithm", "beta"), Mapping):
         stated.pop(SCHEDULE, None)
-    values = {name: found(fixed, *place) for name, place in PLACES.items() if name != SCHEDULE}
+    values = {name: found(fixed, *_place(fixed or {}, name)) for name in PLACES if name != SCHEDULE}
     held: Lists = {name: [one] for name, one in values.items() if isinstance(one, int | float | str) and one != "auto"}
     held = {name: one for name, one in held.items() if name not in _OWN_VALUES or name in own}
-    for layer in (stated, held | ({FINE: held["beta"]} if "beta" in held else {}), given):
+    for layer in (stated, held | ({FINE: held["beta"]} if "beta" in held and "beta" not in given else {}), given):
         if "K" in layer and "epochs" in layer:
             raise GradalignError("a sweep goes over K (local steps) or over epochs, not both")
         for name, other in (("K", "epochs"), ("epochs", "K")):
@@ -177,11 +181,12 @@ def apply_point(
 
 
 def _place(tables: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return where a value goes: its place, or that in the table of the part that states it, of β the aligned one."""
+    """Return where a value goes: its place, or that in the table of the part that states it, of β the aligned part."""
     table, key = PLACES[name]
     parts = found(tables, table, "parts")
     having = [part for part in parts if found(parts, part, key) is not None] if isinstance(parts, Mapping) else []
-    having.sort(key=lambda part: plain_name(part) not in ("fedga", "gradalign"))
+    if key == "beta" and {*_ALIGNED} & {*plain_name(str(found(tables, table, "name"))).split("+")}:
+        having = [part for part in having if plain_name(part) in _ALIGNED]
     return (table, "parts", having[0], key) if having else (table, key)
 
 

@@ -13,7 +13,7 @@ from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError
 from gradalign.recipes import Recipe, found, merge
 from gradalign.recipes.build import build_federation, task_of
-from gradalign.recipes.names import fitting, require_used
+from gradalign.recipes.names import fitting, require_used, settle_server
 from gradalign.recipes.scale import apply_scale, lay_over, unscaled
 from gradalign.recipes.spec import Spec, SweepSpec, checked, validate
 from gradalign.report.experiments import shown_value
@@ -122,14 +122,14 @@ def plan_sweep(
 
     ``chosen`` says how trials are stopped and finalists decided; None takes the recipe's [sweep] value, or the default.
     """
-    defaults: dict[str, Any] = {"stop_after": 0.2, "margin": 0.2, "finalists": 3, "seeds": 3}
-    defaults["holdout"] = recipe.spec().clients.holdout or 0.1
     checked(SweepSpec, chosen, "sweep")
-    for layer in (recipe.sweep.model_dump(include=set(defaults)), chosen):
-        defaults |= {name: value for name, value in layer.items() if value is not None}
     own = recipe.spec()
     entry = algorithm or own.algorithm.name
     spec = unscaled(recipe.tables_for(entry), f"{recipe.source} ({entry})")  # trials are scaled, values before that
+    defaults: dict[str, Any] = {"stop_after": 0.2, "margin": 0.2, "finalists": 3, "seeds": 3}
+    defaults["holdout"] = spec.clients.holdout or 0.1
+    for layer in (recipe.sweep.model_dump(include=set(defaults)), chosen):
+        defaults |= {name: value for name, value in layer.items() if value is not None}
     baseline = baseline_of(spec.algorithm.name)
     recipe = recipe if baseline is None else _with_baseline(recipe, entry, baseline, spec.algorithm.name)
     lists = choose_lists(spec, recipe.sweep, given, _fixed(recipe, entry))
@@ -155,10 +155,15 @@ def _fixed(recipe: Recipe, entry: str) -> dict[str, Any]:
 
 def _with_baseline(recipe: Recipe, entry: str, baseline: str, name: str) -> Recipe:
     """Return a recipe whose baseline has what the entry states beside its alignment, under what it states itself."""
-    shared = {key: value for key, value in recipe.stated_of(entry).items() if key not in ("rounds", "measure")}
+    shared = {key: value for key, value in recipe.stated_of(entry).items() if key != "measure"}
     shared["algorithm"] = {key: value for key, value in shared.get("algorithm", {}).items() if key != "name"}
-    theirs = merge(fitting(shared, baseline, name), recipe.stated_of(baseline))
-    settings = {**recipe.compare.settings, baseline: theirs}
+    shared = settle_server(fitting(settle_server(shared, name), baseline, name), baseline)
+    if "rounds" in shared:  # are not shared, and schedules follow the recipe's
+        shared = lay_over(shared, {"rounds": recipe.settings_of(baseline).get("rounds", Spec().rounds)})
+        del shared["rounds"]
+    own = settle_server(recipe.stated_of(baseline), baseline)
+    rounds = {"rounds": own.pop("rounds")} if "rounds" in own else {}
+    settings = {**recipe.compare.settings, baseline: lay_over(shared, own) | rounds}
     return replace(recipe, compare=recipe.compare.model_copy(update={"settings": settings}))
 
 

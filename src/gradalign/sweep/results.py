@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from gradalign.recipes.scale import describe_scale
+from gradalign.recipes.names import plain_name
+from gradalign.recipes.scale import describe_scale, lay_over
+from gradalign.recipes.spec import Spec
 from gradalign.report.experiments import shown_value
 from gradalign.report.figures import COLOURS, STYLE, save, tidy
 from gradalign.report.statistics import spread_of
@@ -140,12 +142,14 @@ def best_recipe(plan: SweepPlan, best: Point, baseline: Point | None) -> dict[st
     name = tables["algorithm"]["name"]
     compare = plan.recipe.compare.model_dump(include={"curves", "equal"}) | {"algorithms": [name], "seeds": plan.seeds}
     other, known = plan.search.baseline, plan.recipe.compare.settings
-    settings = {key: one for key, one in known.items() if key not in (plan.search.entry, name, other)}
+    told = [plain_name(entry) for entry in (plan.search.entry, name, other or "")]
+    settings = {key: one for key, one in known.items() if plain_name(key) not in told}
     if other is not None and baseline is not None:
-        theirs = apply_point(plan.recipe.settings_of(other), baseline)
-        stated = {"rounds"} & plan.recipe.stated_of(other).keys() - plan.recipe.changes.keys()
-        written = ("algorithm", "local", "server", "clients", *stated)
-        settings[other] = {key: theirs[key] for key in written if key in theirs}
+        theirs, stated = plan.recipe.settings_of(other), set(plan.recipe.stated_of(other))
+        if "rounds" not in stated or "rounds" in plan.recipe.changes:  # they are the comparison's to give
+            theirs, stated = lay_over(theirs, {"rounds": tables.get("rounds", Spec().rounds)}), stated - {"rounds"}
+        written = {"algorithm", "local", "server", "clients", *stated}
+        settings[other] = {key: one for key, one in apply_point(theirs, baseline).items() if key in written}
         compare["algorithms"] = [name, other]
     compare |= {"settings": settings} if settings else {}
     recipe: dict[str, Any] = plain({**tables, "compare": compare})
