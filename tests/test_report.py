@@ -454,6 +454,9 @@ def spoilt(folder: Path) -> dict[str, Path]:
         "summary.json is not valid": {"summary": "{"},
         "summary.json is not a table": {"summary": "[1]"},
         "line 1 of its": {"metrics": "[" * 100_000 + "\n"},
+        "its metrics.jsonl ends after 4 rounds of communication, summary.json after 8: files of two runs": {
+            "metrics": "".join(line + "\n" for line in metrics.splitlines()[:3])
+        },
         "not finished (4 of 4": {"summary": None},
     }
     return {words: write_run(folder / f"bad{place}", **files) for place, (words, files) in enumerate(kinds.items())}

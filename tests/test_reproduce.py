@@ -780,7 +780,7 @@ ABOUT = {
     "Clients that hold alike": ("emnist-iid", "cifar10-iid"),
     "CIFAR-100 and Shakespeare": ("cifar100", "shakespeare"),
     "Where curves come to their end": ("flat-digits",),
-    "With one communication a round": ("forms-",),
+    "With one communication a round": ("forms-", "one-class-long"),
     "Does alignment overfit less?": ("emnist-one-class", "cifar100", "flat-digits", "losses"),
     "Drift, local steps, β": ("emnist-iid", "emnist-local-steps", "emnist-beta"),
     "Large batches": ("large-batch-", "cifar10-updates"),

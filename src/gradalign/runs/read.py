@@ -227,13 +227,18 @@ def _read_run(folder: Path, comparisons: dict[Path, dict[str, Any]]) -> Run:
     rows = [_finite(row) for row in read_metrics(folder)] if complete or is_there(metrics) else []
     if not rows and not diverged:
         raise UnreadableError(metrics, "{file} has no whole row")
+    summary = read_table(folder / SUMMARY) if complete else {}
+    told, last = (number_of(one.get("communication_rounds")) for one in (summary, rows[-1] if rows else {}))
+    if told is not None and last is not None and told != last:  # copied over one another
+        ends = f"ends after {last:,.0f} rounds of communication, {SUMMARY} after {told:,.0f}: files of two runs"
+        raise UnreadableError(metrics, "{file} " + ends)
     return Run(
         folder=folder,
         entry=entry,
         comparison=comparison,
         spec=spec,
         rows=rows,
-        summary=read_table(folder / SUMMARY) if complete else {},
+        summary=summary,
         state="complete" if complete else "diverged" if diverged else "unfinished",
         failure=None if complete or failure is None else failure.reason,
         held=read_class_counts(folder / CLASS_COUNTS),
