@@ -47,17 +47,19 @@ def rows_of(final: float, rounds: int = 4, *, phases: int = 2) -> list[dict]:
     ]
 
 
-def write_run(folder: Path, settings: dict | None = None, final: float = 0.8, *, phases: int = 2, **files) -> Path:
+def write_run(
+    folder: Path, settings: dict | None = None, final: float = 0.8, *, rounds: int = 4, phases: int = 2, **files
+) -> Path:
     """Write a finished run; ``files`` (spec, metrics, summary, holdings, failure) replaces a file; None omits it."""
     folder.mkdir(parents=True)
     settings = spec_of() if settings is None else settings
-    rows = rows_of(final, phases=phases)
+    rows = rows_of(final, rounds, phases=phases)
     summary = {
         "final_test_accuracy": final,
         "best_test_accuracy": final,
         "final_test_loss": 0.4,
         "final_r": 0.8,
-        "communication_rounds": 4 * phases,
+        "communication_rounds": rounds * phases,
         "seconds": 2.0,
         "task": {"name": "digits", "clients": 3, "train_examples": 60, "test_examples": 40},
         "versions": {"gradalign": "0.1.0"},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradalign.report import write_report
-from run_folders import PAPER, rows_of, spec_of, write_comparison, write_run
+from run_folders import PAPER, spec_of, write_comparison, write_run
 from test_report import evil_folder
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed; pip install 'gradalign[dev]'")
@@ -324,8 +324,7 @@ def test_fifty_runs_stay_readable(browser, tmp_path):
     for place in range(50):
         beta = round(0.01 * (place + 1), 2)
         settings = spec_of() | {"algorithm": {"name": "fedga", "beta": beta}}
-        metrics = "".join(json.dumps(row) + "\n" for row in rows_of(beta, rounds=1000))
-        write_run(tmp_path / f"runs/{place}", settings, final=beta, metrics=metrics)
+        write_run(tmp_path / f"runs/{place}", settings, final=beta, rounds=1000)
     page = write_report([tmp_path / "runs"], tmp_path / "r.html")
     assert page.stat().st_size < 12e6
     show(browser, page)
