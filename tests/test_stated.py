@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+import torch
+from typer.testing import CliRunner
 
+from gradalign.cli.app import app
+from gradalign.comparison import plan_comparison
 from gradalign.errors import GradalignError
 from gradalign.recipes import load_recipe, merge
 from gradalign.recipes.names import require_used
@@ -13,6 +17,8 @@ from gradalign.reproduce.plan import Experiment
 from gradalign.sweep.grid import parse_grid
 from gradalign.sweep.plan import SweepPlan, plan_sweep
 from gradalign.sweep.results import best_recipe
+from gradalign.tasks.task import Task
+from gradalign.theory.diagnose import diagnose
 
 BARE = {
     "rounds": 8,
@@ -20,6 +26,16 @@ BARE = {
     "algorithm": {"name": "fedga"},
     "local": {"lr": 0.1, "steps": 2, "batch_size": 32},
 }
+
+
+class Zero(torch.nn.Linear):
+    """A line through 0 that starts flat: the gradient of a squared error is −2 times its target."""
+
+    def __init__(self):
+        super().__init__(1, 1, bias=False)
+        torch.nn.init.zeros_(self.weight)
+
+
 WARMUP = {"kind": "warmup", "value": 0.1, "rounds": 4}
 
 
@@ -183,7 +199,7 @@ def test_a_number_on_the_command_line_is_not_for_an_entry_that_is_auto():
     assert digits.spec_for("fedga-running", 0).algorithm.given()["beta"] == 0.1
     require_used(digits, ["fedga-auto", "fedga"])
     require_used(load_recipe("digits", ["algorithm.beta=auto"]), ["fedga-auto"])
-    with pytest.raises(GradalignError, match=r"--set algorithm\.beta: none of fedga-auto has such a parameter"):
+    with pytest.raises(GradalignError, match=r"--set algorithm\.beta: fedga-auto has no beta, or one that is \"auto\""):
         require_used(digits, ["fedga-auto"])
 
 
@@ -242,3 +258,74 @@ def test_the_shipped_recipes_are_as_they_were():
     for path in Path(load_recipe.__code__.co_filename).parent.glob("*.toml"):
         algorithm = tomllib.loads(path.read_text()).get("algorithm", {})
         assert algorithm.get("name", "fedga") not in ("fedga", "gradalign") or "beta" in algorithm, path.name
+
+
+def test_a_parameter_is_shared_by_those_who_mean_the_same_by_it(recipe):
+    """FedInit's β and FedCM's α have other meanings than FedGA's and FedDyn's; GradAlign's β is FedGA's."""
+    mine = recipe({"algorithm": {"beta": 0.2}})
+    given = {entry: mine.spec_for(entry, 0).algorithm.given() for entry in ("fedga", "fedga+fedprox", "fedinit")}
+    assert given == {"fedga": {"beta": 0.2}, "fedga+fedprox": {"beta": 0.2}, "fedinit": {}}
+    assert recipe({"algorithm": {"beta": 0.2}, "local": {"steps": 1}}).spec_for("gradalign", 0).algorithm.given() == {
+        "beta": 0.2
+    }
+    dyn = recipe({"algorithm": {"name": "feddyn", "alpha": 0.03}})
+    assert [dyn.spec_for(entry, 0).algorithm.given() for entry in ("feddyn", "fedcm")] == [{"alpha": 0.03}, {}]
+    said = recipe({}, "algorithm.beta=0.3")
+    assert said.spec_for("fedinit", 0).algorithm.given() == {"beta": 0.3}, "who says it on the command line means all"
+    own = recipe({"compare": {"settings": {"fedinit": {"algorithm": {"beta": 0.05}}}}})
+    assert own.spec_for("fedinit", 0).algorithm.given() == {"beta": 0.05}
+
+
+def test_a_servers_step_size_of_the_command_line_is_held(recipe):
+    words = "server.fedadam.lr=0.02"
+    changes = {"algorithm": {"name": "fedadam"}, "sweep": {"server_lr": [0.1, 1.0]}}
+    assert planned(recipe(changes)).search.lists["server_lr"] == [0.1, 1.0]
+    assert planned(recipe(changes, words)).search.lists["server_lr"] == [0.02]
+    assert planned(recipe(changes, words), None, "server_lr=.5").search.lists["server_lr"] == [0.5]
+
+
+def test_one_entry_in_two_spellings_is_refused(recipe, tmp_path):
+    with pytest.raises(GradalignError, match="names the same algorithm twice"):
+        plan_comparison(recipe({}), ["fedavg", "Fed-Avg"], 1, tmp_path, check=False)
+    two = recipe({"compare": {"settings": {"lr 1": {"algorithm": {"name": "fedavg"}}, "lr-1": {"local": {"lr": 1.0}}}}})
+    two.compare.settings["lr-1"]["algorithm"] = {"name": "fedavg"}
+    assert len(plan_comparison(two, ["lr 1", "lr-1"], 1, tmp_path, check=False)) == 2, "names of two variants"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"entries": {"fedavg": {"rounds": 3}}},
+        {"entries": {"fedavg": {"measure": {"test_every": 1}}}},
+        {"settings": {"rounds": 3}},
+        {"scales": {"small": {"budget": 4, "settings": {"measure": {"train_every": 2}}}}},
+    ],
+)
+def test_a_list_of_experiments_states_lengths_once(stated):
+    plain = {"name": "mine", "title": "", "recipe": "digits", "algorithms": [["fedavg"]]}
+    tables = plain | {"scales": {"small": {"budget": 4}}} | stated
+    with pytest.raises(GradalignError, match=r"mine: .* sets rounds, test_every or train_every, which the budget"):
+        Experiment(**tables).recipe_at("small", {})
+
+
+def test_a_diagnosis_takes_the_recipes_device_and_weights(monkeypatch, tmp_path):
+    """By hand: of gradients (1, 3) with shares ¼ and ¾ the mean is 2.5, r = ½(¼·1.5² + ¾·0.5²) = 0.375."""
+    seen = {}
+
+    def measure(task, **how):
+        seen.update(how)
+        raise GradalignError("seen")
+
+    monkeypatch.setattr("gradalign.theory.diagnose.diagnose", measure)
+    file = tmp_path / "mine.toml"
+    file.write_bytes(tomli_w.dumps(BARE | {"device": "meta", "clients": {"weights": "examples"}}).encode())
+    monkeypatch.setattr("gradalign.client.trainer.check_device", lambda device: device)
+    for words, device in (([], "meta"), (["--device", "cpu"], "cpu")):
+        CliRunner().invoke(app, ["diagnose", str(file), *words])
+        assert (seen["device"], seen["weights"]) == (device, "examples")
+    monkeypatch.undo()
+    data = [torch.full((n, 1), 1.0) for n in (2, 6)]
+    targets = [torch.full((2, 1), -0.5), torch.full((6, 1), -1.5)]
+    task = Task(model=Zero(), clients=list(zip(data, targets, strict=True)), loss=torch.nn.functional.mse_loss)
+    assert diagnose(task, weights="examples").r == pytest.approx(0.375)
+    assert diagnose(task).r == pytest.approx(0.5), "½·1², both one away from 2"

@@ -14,7 +14,7 @@ from gradalign.api import run_spec
 from gradalign.errors import DivergedError, GradalignError, whole
 from gradalign.recipes import Recipe
 from gradalign.recipes.build import build_algorithm, build_federation, build_local, task_of
-from gradalign.recipes.names import require_used
+from gradalign.recipes.names import plain_name, require_used
 from gradalign.recipes.papers import paper_note, papers_accuracy
 from gradalign.recipes.scale import describe_scale
 from gradalign.recipes.spec import Spec
@@ -56,10 +56,10 @@ def plan_comparison(
     if not entries:
         raise GradalignError("--algorithms names no algorithm; give for example fedga,fedavg")
     whole("--seeds", seeds, 1, _MOST_SEEDS)
-    if len(set(entries)) < len(entries):
-        raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
     recipe = replace(recipe, compare=recipe.compare.model_copy(update={"algorithms": list(entries)}))
     first = recipe.spec().seed
+    if len({(plain_name(entry), plain_name(str(recipe.spec_for(entry, first)))) for entry in entries}) < len(entries):
+        raise GradalignError("--algorithms names the same algorithm twice; variants need names of their own")
     folders = {entry: folder / safe_name(entry) for entry in entries}
     if len({path.name.casefold() for path in folders.values()}) < len(entries):  # some systems see no other difference
         raise GradalignError("--algorithms has names that would share a folder; choose names that differ in letters")

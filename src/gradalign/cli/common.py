@@ -49,7 +49,6 @@ TrustTask = Annotated[
     bool, Option("--trust-task", help="Import the task that a recipe inside a run folder names: you know its code.")
 ]
 DataDir = Annotated[Path | None, Option(help="Folder with the data sets (default: $GRADALIGN_DATA, or the cache).")]
-Device = Annotated[str, Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs; no part of the spec.")]
 RecipeDevice = Annotated[
     str | None,
     Option(metavar="cpu|cuda|cuda:N|mps", help="Where the model runs (default: the recipe's device, or cpu)."),

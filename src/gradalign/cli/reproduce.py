@@ -9,7 +9,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from gradalign.cli import common
-from gradalign.cli.common import AsJson, DataDir, Device
+from gradalign.cli.common import AsJson, DataDir, RecipeDevice
 from gradalign.engines import under_torchrun
 from gradalign.errors import FolderInUseError, GradalignError
 
@@ -31,7 +31,7 @@ def reproduce(
     retune: bool = Option(False, "--retune", help="Choose settings anew where the list or the folder has some."),
     plan: Path | None = Option(None, help="A list of your own, as TOML, instead of the paper's."),
     data_dir: DataDir = None,
-    device: Device = "cpu",
+    device: RecipeDevice = None,
     workers: int | None = Option(None, min=0, help="Worker processes (default: one per core; 0: none)."),
     checkpoint_seconds: float = Option(60.0, min=0, help="Keep a run's checkpoint at most this often."),
     as_json: AsJson = False,
@@ -57,7 +57,7 @@ def reproduce(
             raise GradalignError(
                 f'--only: "{min(set(entries) - known)}" is no entry; known are {", ".join(sorted(known))}'
             )
-        options = RunOptions(device=device, workers=workers, checkpoint_seconds=checkpoint_seconds)
+        options = RunOptions(device=device or "cpu", workers=workers, checkpoint_seconds=checkpoint_seconds)
         work = Reproduction(
             experiments=every,
             scale=scale_of(scale),
@@ -65,6 +65,7 @@ def reproduce(
             options=options,
             say=common.say,
             seeds=seeds,
+            device=device,
             retune=retune,
         )
         work.require_scale()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -14,11 +14,19 @@ from rich.table import Table
 from typer import Argument, Option
 
 from gradalign.cli import common
-from gradalign.cli.common import AsJson, Device, TableOptions, TaskSettings, TrustTask, plain, print_line, print_table
+from gradalign.cli.common import (
+    AsJson,
+    RecipeDevice,
+    TableOptions,
+    TaskSettings,
+    TrustTask,
+    plain,
+    print_line,
+    print_table,
+)
 from gradalign.errors import GradalignError
 
 if TYPE_CHECKING:
-    from gradalign.client import LocalTraining
     from gradalign.tasks.task import Task
     from gradalign.theory import Check
     from gradalign.theory.diagnose import Diagnosis
@@ -136,8 +144,8 @@ def _print_diagnosis(console: Console, found: Diagnosis) -> None:
 
 def _subject(
     name: str | None, settings: Sequence[str], seed: int | None, table: TableOptions, *, trust_task: bool
-) -> tuple[Task, LocalTraining | None, int]:
-    """Return what is diagnosed, how its recipe trains it (None for a task without one), and the seed.
+) -> tuple[Task, dict[str, Any]]:
+    """Return what is diagnosed, and what is known of how: its recipe's training, weights, device, and the seed.
 
     A setting without a section is one of the task's, of a recipe too.
     """
@@ -149,17 +157,19 @@ def _subject(
     if name is not None and name not in shipped_recipes() and Path(name).suffix != ".toml" and not Path(name).is_file():
         if table.task() is not None:
             raise GradalignError("a task and --csv both say what to diagnose; give one of them")
-        return _task(name, seed or 0, settings), None, seed or 0
+        return _task(name, seed or 0, settings), {"seed": seed or 0, "local": None, "device": "cpu"}
     words = [word.partition("=")[0].strip() for word in settings]
     tables = {name for name, field in Spec.model_fields.items() if isinstance(field.default, Section)}
     of_the_run = {"scale", *Spec.model_fields} - tables  # rounds=3; but clients=3 is about the task
     own = ["." not in word and word not in of_the_run for word in words]
     sections = [f"task.{setting}" if bare else setting for setting, bare in zip(settings, own, strict=True)]
-    spec = common.load(name, sections, seed, None, table, trust_task=trust_task).spec()
+    recipe = common.load(name, sections, seed, None, table, trust_task=trust_task)
+    spec = recipe.spec()
     local = build_local(spec.local, build_algorithm(spec.algorithm, spec.server))
     lr = spanning(local.lr, spec.rounds)
     largest = max(value_at(lr, index) for index in range(spec.rounds))  # a schedule may begin with 0
-    return task_of(spec), replace(local, lr=largest), spec.seed
+    how = {"seed": spec.seed, "local": replace(local, lr=largest), "device": recipe.device}
+    return task_of(spec), how | {"weights": spec.clients.weights}
 
 
 @common.takes_table
@@ -178,7 +188,7 @@ def diagnose(
     splits: int = Option(19, help="Random splits to compare with; each costs a pass over the examples."),
     lr: float | None = Option(None, help="α, the local learning rate (default: the recipe's, or 0.1)."),
     steps: int | None = Option(None, help="K, the local steps of a round (default: the recipe's, or 10)."),
-    device: Device = "cpu",
+    device: RecipeDevice = None,
 ) -> None:
     """Say before training whether the clients' gradients disagree more than by chance, and what to do about it.
 
@@ -189,11 +199,13 @@ def diagnose(
         from gradalign.client.trainer import check_device
         from gradalign.theory.diagnose import diagnose as measure
 
-        check_device(device)
-        made, local, chosen = _subject(subject, settings or (), seed, table, trust_task=trust_task)
-        if local is not None:
-            local = local if steps is None else replace(local, steps=steps, epochs=None)
-            steps = local.steps_for(len(made.client(0, chosen)))
+        if device is not None:
+            check_device(device)
+        made, how = _subject(subject, settings or (), seed, table, trust_task=trust_task)
+        how["device"] = check_device(device or how["device"])
+        if how["local"] is not None:
+            local = how["local"] if steps is None else replace(how["local"], steps=steps, epochs=None)
+            steps, how["local"] = local.steps_for(len(made.client(0, how["seed"]))), local
             lr = value_at(local.lr, 0) if lr is None else lr
         found = measure(
             made,
@@ -202,8 +214,6 @@ def diagnose(
             clients=clients,
             examples=examples,
             splits=splits,
-            seed=chosen,
-            device=device,
-            local=local,
+            **how,
         )
         common.print_result(as_json, asdict(found), _print_diagnosis, found)

@@ -73,6 +73,16 @@ def accepted_parameters(name: str) -> set[str]:
     return keys_of(*parts_of(name).values())
 
 
+def _shared(name: str, own: str | None) -> set[str]:
+    """Return the parameters of one algorithm that a table written for another may be about.
+
+    Those that both have are meant only where they are the same class's: FedInit's β and FedGA's share but a name.
+    """
+    both = [{*a.__mro__} & {*b.__mro__} for a in parts_of(name).values() for b in parts_of(own or name).values()]
+    meant = {key for classes in both for c in classes for key in getattr(c, "__dataclass_fields__", ())}
+    return accepted_parameters(name) - (accepted_parameters(own or name) - meant)
+
+
 def algorithm_keys(*names: str) -> set[str]:
     """Return every key that an [algorithm] table may have for some known algorithm, or for one of these."""
     return keys_of(*known_algorithms().values()).union(*map(accepted_parameters, names))
@@ -90,7 +100,7 @@ def fitting(tables: Mapping[str, Any], name: str, own: str | None) -> dict[str, 
     """
     fit, algorithm, server = dict(tables), tables.get("algorithm"), tables.get("server")
     if isinstance(algorithm, Mapping):
-        unfit = algorithm_keys(*([own] if own else [])) - accepted_parameters(name) - {"name", "parts"}
+        unfit = algorithm_keys(*([own] if own else [])) - _shared(name, own) - {"name", "parts"}
         parts = algorithm.get("parts")
         if isinstance(parts, Mapping):  # without tables of algorithms that are not among these
             others = (known_algorithms().keys() | parts_of(own or name).keys()) - parts_of(name).keys()
@@ -155,5 +165,7 @@ def require_used(recipe: Recipe, entries: Sequence[str]) -> None:
             raise GradalignError(f"--set server.{key} is for which server rule, {' or '.join(having)}? Say {said}")
     for table, keys in used.items():
         for key in recipe.changes.get(table, {}):
+            if key == "beta" and key not in keys and key in algorithm_keys(*names):
+                raise GradalignError(f'--set algorithm.beta: {", ".join(entries)} has no beta, or one that is "auto"')
             if key not in keys:
                 raise GradalignError(f"--set {table}.{key}: none of {', '.join(entries)} has such a parameter")

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradalign.comparison import Planned, claimed_folder, plan_comparison, run_comparison
 from gradalign.errors import GradalignError
+from gradalign.recipes import load_recipe
 from gradalign.recipes.scale import unscaled
 from gradalign.recipes.spec import checked
 from gradalign.report import report_gathered
@@ -43,6 +44,8 @@ class Reproduction:
     say: Say
     seeds: int | None = None
     """How many seeds of each experiment are run now, perhaps more than the plan has; the plan's without a number."""
+    device: str | None = None
+    """Where models run; without one, where each experiment's recipe says."""
     retune: bool = False
     """Choose settings anew where the plan or the folder has some."""
     _anew: set[str] = field(default_factory=set, init=False)
@@ -50,6 +53,9 @@ class Reproduction:
 
     def place(self, experiment: Experiment) -> Path:
         return self.folder / safe_name(experiment.name)
+
+    def _options(self, experiment: Experiment, *, resume: bool = False) -> RunOptions:
+        return replace(self.options, device=self.device or load_recipe(experiment.recipe).device, resume=resume)
 
     def require_scale(self) -> None:
         """Refuse a folder that holds another scale's runs."""
@@ -136,7 +142,7 @@ class Reproduction:
         folder = self.place(experiment) / TUNE / safe_name(entry)
         if self.retune and is_there(folder):
             shutil.rmtree(folder)  # its trials would be taken as they are
-        found = run_search(plan, folder, self.options)
+        found = run_search(plan, folder, self._options(experiment))
         chosen = {}
         for name, outcomes in zip((entry, plan.search.baseline), found, strict=True):
             if name is not None and name not in settled:
@@ -177,8 +183,9 @@ class Reproduction:
                     self.say(f"{what}; {outcome.time_left(planned)}")
                     place = self.place(experiment) / RUNS
                     with claimed_folder(place, planned, resume=True, grow=True), rounds_bar(one.spec.rounds) as tick:
-                        resuming = replace(self.options, resume=True)
-                        run_comparison([one], resuming, on_row=lambda run, row: tick(run.entry, row))
+                        run_comparison(
+                            [one], self._options(experiment, resume=True), on_row=lambda run, row: tick(run.entry, row)
+                        )
 
     def state(self, experiment: Experiment) -> dict[str, Any]:
         """Return what is done of an experiment and what is left, without reading any data."""

@@ -19,6 +19,7 @@ from gradalign.sweep.grid import PLACES, Point, apply_point
 
 Scale = Literal["small", "medium", "paper"]
 _POINTS = 60  # measurements of a run: enough that a tenth of it has several
+_EVERY = ("test_every", "train_every")
 SEARCH_SEED = 100  # settings are chosen with another seed, and so another division, than those reported
 
 
@@ -117,6 +118,13 @@ class Experiment(Section):
             data["paper"] = None
         names = {*self.entry_names(), *base.compare.settings, *chosen, *([own.tune.base] if own.tune else [])}
         fixed, common = self.fixed(), chosen.get(own.tune.base, {}) if own.tune else {}
+        for where, stated in {"settings": self.settings, f"scales.{scale}": own.settings, **fixed}.items():
+            lengths_of = [found(stated, "rounds"), *(found(stated, "measure", key) for key in _EVERY)]
+            if lengths_of != [None, None, None]:
+                raise GradalignError(
+                    f"{self.name}: {where} sets rounds, {_EVERY[0]} or {_EVERY[1]}, which the budget decides; "
+                    "leave it out"
+                )
         points = {name: chosen.get(name, left_free(fixed.get(name, {}), common)) for name in names}
         recipe = replace(base, data=data, compare=base.compare.model_copy(update={"settings": fixed}))
         given = {name: apply_point(fixed.get(name, {}), points[name], recipe.settings_of(name)) for name in names}
@@ -135,7 +143,7 @@ class Experiment(Section):
     def _length(self, spec: Spec, budget: int, measured_as: int) -> dict[str, Any]:
         rounds, measured = self._rounds(spec, budget), self._rounds(spec, measured_as)
         train = max(1, measured // self.train_points) if self.train_points else 0
-        return {"rounds": rounds, "measure": {"test_every": max(1, measured // _POINTS), "train_every": train}}
+        return {"rounds": rounds, "measure": dict(zip(_EVERY, (max(1, measured // _POINTS), train), strict=True))}
 
     def _rounds(self, spec: Spec, budget: int) -> int:
         if self.equal == "communication":

@@ -132,7 +132,7 @@ def plan_sweep(
         defaults |= {name: value for name, value in layer.items() if value is not None}
     baseline = baseline_of(spec.algorithm.name)
     recipe = recipe if baseline is None else _with_baseline(recipe, entry, baseline, spec.algorithm.name)
-    lists = choose_lists(spec, recipe.sweep, given, _fixed(recipe, entry))
+    lists = choose_lists(spec, recipe.sweep, given, _fixed(recipe, entry, spec.algorithm.name))
     plan = SweepPlan(
         recipe=recipe,
         search=Search(entry=entry, baseline=baseline, lists=lists, trials=_trials(sampler, trials)),
@@ -145,12 +145,13 @@ def plan_sweep(
     return plan
 
 
-def _fixed(recipe: Recipe, entry: str) -> dict[str, Any]:
+def _fixed(recipe: Recipe, entry: str, name: str) -> dict[str, Any]:
     """Return what is not searched unasked: what the command line sets, an entry's number of steps and β's schedule."""
     stated = recipe.stated_of(entry)
     steps = {key: one for key in ("steps", "epochs") if (one := found(stated, "local", key)) is not None}
     beta = found(stated, "algorithm", "beta")
-    return merge({"local": steps, "algorithm": {"beta": beta} if isinstance(beta, Mapping) else {}}, recipe.changes)
+    stated = {"local": steps, "algorithm": {"beta": beta} if isinstance(beta, Mapping) else {}}
+    return merge(stated, recipe.changes_for(entry, name))
 
 
 def _with_baseline(recipe: Recipe, entry: str, baseline: str, name: str) -> Recipe:

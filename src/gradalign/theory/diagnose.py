@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -131,6 +132,7 @@ def diagnose(
     seed: int = 0,
     device: torch.device | str = "cpu",
     local: LocalTraining | None = None,
+    weights: Literal["uniform", "examples"] = "uniform",
 ) -> Diagnosis:
     """Measure the clients' gradients at the model's first point and say whether they disagree more than by chance.
 
@@ -145,6 +147,7 @@ def diagnose(
         seed: The seed of the model's first point and of every random choice.
         device: Where the model runs.
         local: How clients will train, for what alignment costs; K steps on the whole client when not given.
+        weights: The clients' shares p_i of the mean: alike, or by their numbers of examples.
     """
     if len(task.clients) < 2:
         raise GradalignError(f"the task {task.name} has one client; a diagnosis compares at least 2")
@@ -156,7 +159,9 @@ def diagnose(
             whole(name, value, least)
     chosen = probe_clients(len(task.clients), clients or len(task.clients), seed)
     with named_failure(f"the diagnosis of the task {task.name}"), one_thread():
-        probe = Probe(task, clients=chosen, examples=examples, seed=seed, device=device)
+        sizes = [len(task.client(client, seed)) for client in chosen]
+        shares = sizes if weights == "examples" else None
+        probe = Probe(task, clients=chosen, weights=shares, examples=examples, seed=seed, device=device)
         point = probe.start()
         found = spread(probe, point)
         if not math.isfinite(found.r) or found.mean_norm == 0.0:
@@ -166,7 +171,6 @@ def diagnose(
             )
         halves = [within_client(probe, point, client) for client in probe.clients]
         null = null_of(probe, point, splits)
-        sizes = [len(task.client(client, seed)) for client in chosen]
     return _conclude(probe, found, null, halves, lr, steps, _spent(local or LocalTraining(steps=steps), sizes))
 
 
@@ -204,7 +208,7 @@ def _conclude(
     r_random = mean_of_known(null.values)
     excess = found.r / r_random if r_random else None
     p_value = null.p_value(found.r)
-    noise = mean_of_known([None if half is None else half.noise**2 for half in halves])
+    noise = _noise(probe.weights, halves)
     betas = beta_range(relative=relative, lr=lr, steps=steps)
     verdict = verdict_of(relative, excess, p_value)
     return Diagnosis(
@@ -228,8 +232,7 @@ def _conclude(
         between=found.pairwise,
         between_random=null.pairwise,
         within=mean_of_known([None if half is None else half.cosine for half in halves]),
-        # The mean over n clients takes 1/n of the noise with it: E‖g_i − ḡ‖² is (1 − 1/n) of the variance of g_i.
-        chance=(1.0 - 1.0 / len(halves)) * noise / (2.0 * found.r) if betas and noise is not None else None,
+        chance=noise / (2.0 * found.r) if betas and noise is not None else None,
         beta_low=betas[0] if betas else None,
         beta_high=betas[1] if betas else None,
         beta_scaffold=0.5 * lr * (steps - 1),
@@ -239,6 +242,18 @@ def _conclude(
         verdict=verdict,
         sentence=_sentence(verdict, relative, excess, p_value, betas, null.why_not, steps),
     )
+
+
+def _noise(shares: Sequence[float], halves: Sequence[HalfSplit | None]) -> float | None:
+    """Return what sampling noise adds to Σ p_i ‖g_i − ḡ‖², Σ p_i (1 − p_i) σ_i²; an unknown σ_i² is their mean.
+
+    The mean takes p_i of a client's noise with it: with independent g_i of variance σ_i², E‖g_i − ḡ‖² has
+    (1 − 2 p_i) σ_i² + Σ p_j² σ_j².
+    """
+    known = [(p * (1.0 - p), half.noise**2) for p, half in zip(shares, halves, strict=True) if half is not None]
+    total = sum(factor for factor, _ in known)
+    every = sum(p * (1.0 - p) for p in shares)
+    return every / total * sum(factor * noise for factor, noise in known) if total else None
 
 
 def _sentence(
