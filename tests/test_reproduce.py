@@ -596,7 +596,8 @@ def test_what_fails_does_not_end_the_list():
 def test_a_plan_may_grow_and_shrink():
     given_settings(Path("out"))
     words = (*WORDS, "tiny", "--only", "fedavg")
-    call(*words, "--seeds", "1")
+    said = call(*words, "--seeds", "1").stderr
+    assert "fedavg, seed 0, 8 rounds; 1 of 1 runs left" in said, "of those that are asked for"
     done = stamps()
     call(*words, "--seeds", "3")  # one more than the list has
     assert sorted(path.parent.name for path in map(Path, stamps())) == ["seed0", "seed1", "seed2"]
@@ -1009,10 +1010,20 @@ def test_what_is_kept_does_not_become_less():
     rows = [{"text": "one", "verdict": "undecidable"}, {"text": "two", "verdict": "pending"}]
 
     def kept(scores, verdicts, scale="medium"):
-        entry = {"name": "fedga", "scores": scores, "diverged": 1}
+        entry = {"name": "fedga", "scores": scores, "diverged": 1, "communications": 100}
         return {"scale": scale, "experiments": [{"name": name, "algorithms": [entry], "verdicts": verdicts}]}
 
     before = kept([1.0, 2.0], rows)
+    before["experiments"][0]["algorithms"].append({"name": "fedavg", "scores": [1.0], "diverged": 0})
+    longer = kept([3.0], rows)
+    for found, length in ((before, 100), (longer, 200)):
+        for entry in found["experiments"][0]["algorithms"]:
+            entry["communications"] = length
+    assert evidence.joined(before, longer) == longer, "runs of a longer list take the place of all that were shorter"
+    longer["experiments"][0]["algorithms"][0]["communications"] = 100
+    with pytest.raises(SystemExit, match="less than is kept: seeds of fedga, seeds of fedavg; unpack"):
+        evidence.joined(before, longer)
+    before["experiments"][0]["algorithms"].pop()
     better = kept([1.0, 2.0, 3.0], [{"text": "one", "verdict": "reproduced"}, rows[1]])
     assert evidence.joined(before, better) == better
     assert evidence.joined(before, {**better, "experiments": []}) == before

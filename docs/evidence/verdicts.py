@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import sys
 import tarfile
@@ -43,7 +44,8 @@ PICTURES = {
         "emnist-one-class": "one class each, K = 1",
         "emnist-one-class-k10": "one class each, K = 10",
     },
-    "at-random": {"emnist-iid": "EMNIST at random", "cifar10-iid": "CIFAR-10"},
+    "at-random": {"emnist-iid": "EMNIST at random"},
+    "cifar10": {"cifar10-iid": "CIFAR-10"},
     "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
 }
 """Drawn anew when a folder has all of a picture's experiments."""
@@ -105,8 +107,15 @@ def joined(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def lost(before: dict[str, Any] | None, after: dict[str, Any]) -> str:
-    """Say what of an experiment would be lost with another in its place: an entry's seeds, or a judged claim."""
+    """Say what of an experiment would be lost with another in its place: an entry's seeds, or a judged claim.
+
+    Runs of a longer list take the place of all that were shorter.
+    """
     if before is None:
+        return ""
+    lengths = {entry["name"]: entry["communications"] for entry in before["algorithms"]}
+    finished = [entry for entry in after["algorithms"] if entry["scores"]]
+    if any(entry["communications"] > lengths.get(entry["name"], math.inf) for entry in finished):
         return ""
     runs = {entry["name"]: len(entry["scores"]) + entry["diverged"] for entry in after["algorithms"]}
     fewer = [e["name"] for e in before["algorithms"] if len(e["scores"]) + e["diverged"] > runs.get(e["name"], 0)]

@@ -177,10 +177,11 @@ class Reproduction:
             outcome.refuse_others(one for one in planned if one.entry not in later and (not only or one.entry in only))
             self._stamp()
             now = sorted({one.seed for one in planned})[: self.seeds]
-            for one in planned:
-                if one.entry in entries and one.seed in now and outcome.runs_left([one]):
+            asked = [one for one in planned if one.seed in now and (not only or one.entry in only)]
+            for one in asked:
+                if one.entry in entries and outcome.runs_left([one]):
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
-                    self.say(f"{what}; {outcome.time_left(planned)}")
+                    self.say(f"{what}; {outcome.time_left(asked)}")
                     place = self.place(experiment) / RUNS
                     with claimed_folder(place, planned, resume=True, grow=True), rounds_bar(one.spec.rounds) as tick:
                         run_comparison(
