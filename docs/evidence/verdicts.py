@@ -248,9 +248,8 @@ def at_a_glance(found: dict[str, Any]) -> list[str]:
             continue
         pair = entries["fedga"], entries["fedavg"]
         told = [claim for claim in known[one["name"]].claims if claim.papers and asks(claim.model_dump())]
-        paper = [
-            f"+{claim.claimed}" if known[one["name"]].papers_setting else "a gain" for claim in told if claim.claimed
-        ]
+        papers = known[one["name"]].papers_setting
+        paper = [f"+{claim.claimed} ({ends_of(claim.text)})" if papers else "a gain" for claim in told if claim.claimed]
         paper += [f"0 at equal {claim.at}" for claim in told if claim.expect == "equal"]
         verdicts = {said["at"]: said for said in reversed(one["verdicts"]) if asks(said)}  # the first: of the ends
         sides = [said for said in one["verdicts"] if {said["first"], said["second"]} == {"fedga", "fedavg"}]
@@ -269,6 +268,11 @@ def end_of(entry: dict[str, Any] | None, seeds: int, lengths: list[int]) -> str:
         return "–"
     many = len(entry["scores"])
     return f"{sum(entry['scores']) / many:.1f}" + (f" ({many} seeds)" if many < seeds else "")
+
+
+def ends_of(text: str) -> str:
+    """Return the two accuracies of the paper that a claim names."""
+    return ", ".join(re.findall(r"\(([\d.]+) against ([\d.]+)\)", text)[0])
 
 
 def kind_of(claim: dict[str, Any]) -> str:
