@@ -963,7 +963,9 @@ def test_the_table_at_a_glance_is_worked_out_from_the_seeds():
                 assert numbers_in(told)[:2] == pytest.approx([middle, margin], abs=0.006), title
                 compared += 1
     assert compared > 8
-    assert [row[1] for row in rows if row[0].startswith("CIFAR")] == ["a gain", "+1.24 (74.34, 73.1)"], "K = 2 is not the paper's"
+    assert [row[1] for row in rows if row[0].startswith("CIFAR")] == ["a gain", "+1.24 (74.34, 73.1)"], (
+        "K = 2 is not the paper's"
+    )
     ends = [row for one in found["experiments"] for row in one["verdicts"] if "FedGA ends above" in row["text"]]
     came_out = [row["verdict"] for row in ends if row["papers"]]
     kinds = [[cell.strip() for cell in line.strip("|").split("|")] for line in evidence.counts(found)]
