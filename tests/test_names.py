@@ -79,8 +79,13 @@ def test_comparisons_stay_inside_their_folder(tmp_path, entry):
 
 
 def test_names_that_differ_in_case_alone_are_refused(tmp_path):
-    with pytest.raises(ga.GradalignError, match="would share a folder"):
+    with pytest.raises(ga.GradalignError, match="names the same algorithm twice"):
         plan_comparison(load_recipe("digits"), ["fedga", "FedGA"], 1, tmp_path)
+    recipe = load_recipe("digits")
+    for entry, lr in (("mine", 0.1), ("Mine", 0.2)):
+        recipe.compare.settings[entry] = {"algorithm": {"name": "fedavg"}, "local": {"lr": lr}}
+    with pytest.raises(ga.GradalignError, match="would share a folder"):
+        plan_comparison(recipe, ["mine", "Mine"], 1, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../../x", "/x", "x" * 400, "\0"])

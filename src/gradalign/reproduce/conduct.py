@@ -177,6 +177,7 @@ class Reproduction:
             outcome.refuse_others(one for one in planned if one.entry not in later and (not only or one.entry in only))
             self._stamp()
             now = sorted({one.seed for one in planned})[: self.seeds]
+            options = self._options(experiment, resume=True)
             asked = [one for one in planned if one.seed in now and (not only or one.entry in only)]
             for one in asked:
                 if one.entry in entries and outcome.runs_left([one]):
@@ -184,9 +185,7 @@ class Reproduction:
                     self.say(f"{what}; {outcome.time_left(asked)}")
                     place = self.place(experiment) / RUNS
                     with claimed_folder(place, planned, resume=True, grow=True), rounds_bar(one.spec.rounds) as tick:
-                        run_comparison(
-                            [one], self._options(experiment, resume=True), on_row=lambda run, row: tick(run.entry, row)
-                        )
+                        run_comparison([one], options, on_row=lambda run, row: tick(run.entry, row))
 
     def state(self, experiment: Experiment) -> dict[str, Any]:
         """Return what is done of an experiment and what is left, without reading any data."""
