@@ -259,7 +259,7 @@ def test_compare_refuses_folders_that_are_not_its_own():
         (("--set", "seed=1.7"), "seed: must be a valid integer"),
         (("--set", "compare.settings.fedga.algorithm=3"), "compare.settings.fedga.algorithm must be a table"),
         (("--set", "compare.algoritms=3"), 'did you mean "algorithms"?'),
-        (("--algorithms", "fedga,FEDGA"), "would share a folder"),
+        (("--algorithms", "fedga,FEDGA"), "names the same algorithm twice"),
         (("--algorithms", "fedavg", "--set", "algorithm.beta=9"), "none of fedavg has such a parameter"),
         (("--algorithms", "fedavg", "--set", "server.momentum=0.5"), "none of fedavg has such a parameter"),
         (("--set", "task.seed=3"), "task.seed is not a setting"),

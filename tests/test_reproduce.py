@@ -180,8 +180,11 @@ def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
     write_run(tmp_path / "fedavg" / "seed0", avg0)  # four rounds in two seconds
     left = "2 of 3 runs left, about 0:00:10 at the speed so far (fedga counted like the slowest measured)"
     assert time_left(runs) == left
+    # Of FedGA's run alone: as long as FedAvg's longest, ten rounds of half a second.
+    assert time_left(runs, runs[2:]) == left.replace("2 of 3", "1 of 1").replace("0:00:10", "0:00:05")
     write_run(tmp_path / "fedga" / "seed0", ga0, summary=None)  # 16 of 20 rounds are left of it
     assert time_left(runs) == "2 of 3 runs left, about 0:00:13 at the speed so far"
+    assert time_left(runs, runs[2:]) == "1 of 1 runs left, about 0:00:08 at the speed so far"
     write_run(
         tmp_path / "fedavg" / "seed1",
         avg1,
@@ -195,6 +198,7 @@ def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):
     shorter = [planned("fedavg", 0, 3), *runs[1:]]  # what lies there, of four rounds, is not what is planned now
     words = "2 of 3 runs left (1 in whose place there is one with other settings), about 0:00:10 at the speed so far"
     assert time_left(shorter) == words
+    assert time_left(shorter, shorter[1:2]).startswith("0 of 1 runs left")
 
 
 # Tables
@@ -1013,16 +1017,6 @@ def test_what_is_kept_does_not_become_less():
         return {"scale": scale, "experiments": [{"name": name, "algorithms": [entry], "verdicts": verdicts}]}
 
     before = kept([1.0, 2.0], rows)
-    before["experiments"][0]["algorithms"].append({"name": "fedavg", "scores": [1.0], "diverged": 0})
-    longer = kept([3.0], rows)
-    for found, length in ((before, 100), (longer, 200)):
-        for entry in found["experiments"][0]["algorithms"]:
-            entry["communications"] = length
-    assert evidence.joined(before, longer) == longer, "runs of a longer list take the place of all that were shorter"
-    longer["experiments"][0]["algorithms"][0]["communications"] = 100
-    with pytest.raises(SystemExit, match="less than is kept: seeds of fedga, seeds of fedavg; unpack"):
-        evidence.joined(before, longer)
-    before["experiments"][0]["algorithms"].pop()
     better = kept([1.0, 2.0, 3.0], [{"text": "one", "verdict": "reproduced"}, rows[1]])
     assert evidence.joined(before, better) == better
     assert evidence.joined(before, {**better, "experiments": []}) == before
@@ -1032,6 +1026,27 @@ def test_what_is_kept_does_not_become_less():
         evidence.joined(before, kept([3.0, 4.0], [{"text": "one", "verdict": "pending"}, rows[1]]))
     with pytest.raises(SystemExit, match="scale medium, these runs are of small"):
         evidence.joined(before, kept([3.0, 4.0], rows, "small"))
+
+
+def test_what_is_kept_gives_way_to_runs_of_a_longer_list():
+    evidence = evidence_script("verdicts")
+
+    def entry(name, seeds, length, diverged=0):
+        return {"name": name, "scores": [1.0] * seeds, "diverged": diverged, "communications": length}
+
+    def one(*entries, verdict="undecidable"):
+        claim = {"text": "claim", "first": "fedga", "second": "scaffold", "verdict": verdict}
+        return {"algorithms": list(entries), "verdicts": [claim]}
+
+    before = one(entry("fedga", 3, 320), entry("scaffold", 3, 320), entry("lost", 0, 0, diverged=3))
+    lost = entry("lost", 0, 0, diverged=3)
+    longer = one(entry("fedga", 2, 2000), lost, verdict="pending")
+    assert evidence.lost(before, longer) == "", "SCAFFOLD waits for runs of that length, and what is claimed of it"
+    assert evidence.lost(before, one(entry("fedga", 2, 2000), verdict="pending")) == "seeds of lost"
+    short = one(entry("fedga", 2, 2000), entry("scaffold", 2, 320), lost)
+    assert evidence.lost(before, short) == "seeds of scaffold", "of the same length, and fewer"
+    single = one(entry("fedga", 1, 2000), lost, verdict="pending")
+    assert evidence.lost(before, single) == "seeds of fedga, seeds of scaffold, claim", "one run is no result"
 
 
 def test_seeds_are_compared_one_by_one_where_both_sides_have_them():

@@ -199,7 +199,7 @@ def test_a_number_on_the_command_line_is_not_for_an_entry_that_is_auto():
     assert digits.spec_for("fedga-running", 0).algorithm.given()["beta"] == 0.1
     require_used(digits, ["fedga-auto", "fedga"])
     require_used(load_recipe("digits", ["algorithm.beta=auto"]), ["fedga-auto"])
-    with pytest.raises(GradalignError, match=r"--set algorithm\.beta: fedga-auto has no beta, or one that is \"auto\""):
+    with pytest.raises(GradalignError, match=r"--set algorithm\.beta: none of fedga-auto has a beta but \"auto\""):
         require_used(digits, ["fedga-auto"])
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 import sys
 import tarfile
@@ -109,18 +108,19 @@ def joined(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def lost(before: dict[str, Any] | None, after: dict[str, Any]) -> str:
     """Say what of an experiment would be lost with another in its place: an entry's seeds, or a judged claim.
 
-    Runs of a longer list take the place of all that were shorter.
+    Where the list has become longer, entries with shorter runs wait for theirs: two runs or more of another say so.
     """
     if before is None:
         return ""
-    lengths = {entry["name"]: entry["communications"] for entry in before["algorithms"]}
-    finished = [entry for entry in after["algorithms"] if entry["scores"]]
-    if any(entry["communications"] > lengths.get(entry["name"], math.inf) for entry in finished):
-        return ""
-    runs = {entry["name"]: len(entry["scores"]) + entry["diverged"] for entry in after["algorithms"]}
-    fewer = [e["name"] for e in before["algorithms"] if len(e["scores"]) + e["diverged"] > runs.get(e["name"], 0)]
+    runs, had = ({e["name"]: len(e["scores"]) + e["diverged"] for e in one["algorithms"]} for one in (after, before))
+    new, old = ({e["name"]: e["communications"] for e in one["algorithms"]} for one in (after, before))
+    judged = [entry["name"] for entry in after["algorithms"] if len(entry["scores"]) > 1]
+    longest = max((new[name] for name in judged if 0 < old.get(name, 0) < new[name]), default=0)
+    waiting = {name for name, length in old.items() if 0 < length < longest and new.get(name) != length}
+    fewer = [name for name, many in had.items() if name not in waiting and many > runs.get(name, 0)]
     pending = {row["text"] for row in after["verdicts"] if row["verdict"] == "pending"}
-    unjudged = [r["text"] for r in before["verdicts"] if r["verdict"] != "pending" and r["text"] in pending]
+    gone = [row for row in before["verdicts"] if row["verdict"] != "pending" and row["text"] in pending]
+    unjudged = [row["text"] for row in gone if not waiting & {row.get("first"), row.get("second")}]
     return ", ".join([*(f"seeds of {name}" for name in fewer), *unjudged])
 
 
@@ -249,7 +249,7 @@ def at_a_glance(found: dict[str, Any]) -> list[str]:
         pair = entries["fedga"], entries["fedavg"]
         told = [claim for claim in known[one["name"]].claims if claim.papers and asks(claim.model_dump())]
         papers = known[one["name"]].papers_setting
-        paper = [f"+{claim.claimed} ({ends_of(claim.text)})" if papers else "a gain" for claim in told if claim.claimed]
+        paper = [f"+{claim.claimed}{ends_of(claim.text)}" if papers else "a gain" for claim in told if claim.claimed]
         paper += [f"0 at equal {claim.at}" for claim in told if claim.expect == "equal"]
         verdicts = {said["at"]: said for said in reversed(one["verdicts"]) if asks(said)}  # the first: of the ends
         sides = [said for said in one["verdicts"] if {said["first"], said["second"]} == {"fedga", "fedavg"}]
@@ -271,8 +271,9 @@ def end_of(entry: dict[str, Any] | None, seeds: int, lengths: list[int]) -> str:
 
 
 def ends_of(text: str) -> str:
-    """Return the two accuracies of the paper that a claim names."""
-    return ", ".join(re.findall(r"\(([\d.]+) against ([\d.]+)\)", text)[0])
+    """Return the two accuracies of the paper that a claim names, in brackets."""
+    found = re.search(r"\(([\d.]+) against ([\d.]+)\)", text)
+    return f" ({found[1]}, {found[2]})" if found else ""
 
 
 def kind_of(claim: dict[str, Any]) -> str:

@@ -165,7 +165,6 @@ def require_used(recipe: Recipe, entries: Sequence[str]) -> None:
             raise GradalignError(f"--set server.{key} is for which server rule, {' or '.join(having)}? Say {said}")
     for table, keys in used.items():
         for key in recipe.changes.get(table, {}):
-            if key == "beta" and key not in keys and key in algorithm_keys(*names):
-                raise GradalignError(f'--set algorithm.beta: {", ".join(entries)} has no beta, or one that is "auto"')
-            if key not in keys:
-                raise GradalignError(f"--set {table}.{key}: none of {', '.join(entries)} has such a parameter")
+            if key not in keys:  # β is one that sets itself, or there is none
+                what = f'a {key} but "auto"' if any(key in accepted_parameters(n) for n in names) else "such a parameter"
+                raise GradalignError(f"--set {table}.{key}: none of {', '.join(entries)} has {what}")

@@ -182,7 +182,7 @@ class Reproduction:
             for one in asked:
                 if one.entry in entries and outcome.runs_left([one]):
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
-                    self.say(f"{what}; {outcome.time_left(asked)}")
+                    self.say(f"{what}; {outcome.time_left(planned, asked)}")
                     place = self.place(experiment) / RUNS
                     with claimed_folder(place, planned, resume=True, grow=True), rounds_bar(one.spec.rounds) as tick:
                         run_comparison([one], options, on_row=lambda run, row: tick(run.entry, row))

@@ -61,11 +61,11 @@ def ended(folder: Path) -> bool:
     return is_there(folder / SUMMARY) or (failure is not None and failure.diverged)
 
 
-def time_left(planned: Sequence[Planned]) -> str:
-    """Say how long what is left of some runs takes, by the seconds a round that the rounds done so far have taken.
+def time_left(planned: Sequence[Planned], asked: Sequence[Planned] = ()) -> str:
+    """Say how long what is left of the runs asked for takes, by the seconds a round that all rounds so far have taken.
 
-    A run of an entry without a round of its own is counted like the slowest run of the others: all have the same to
-    spend, and a round with a gradient phase costs two.
+    A run of an entry without a round of its own counts like the slowest of the others: all have the same to spend, and
+    a round with a gradient phase costs two. Without ``asked`` all runs are.
     """
     others = {one.folder for one in planned if _is_other(one)}
     begun = [one for one in planned if is_there(one.folder / METRICS) and one.folder not in others]
@@ -73,9 +73,10 @@ def time_left(planned: Sequence[Planned]) -> str:
     done = [(one.entry, last[one.folder]) for one in begun if one.folder in last]
     sums = {e: [sum(row[key] for own, row in done if own == e) for key in ("seconds", "round")] for e, _ in done}
     speeds = {entry: seconds / rounds for entry, (seconds, rounds) in sums.items()}
-    todo = runs_left(planned)
-    words = f"{len(todo)} of {len(planned)} runs left"
-    words += f" ({len(others)} in whose place there is one with other settings)" if others else ""
+    todo = runs_left(asked := asked or planned)
+    taken = sum(one.folder in others for one in asked)
+    words = f"{len(todo)} of {len(asked)} runs left"
+    words += f" ({taken} in whose place there is one with other settings)" if taken else ""
     if not todo or not speeds:
         return words + ("; how long a round takes is not known yet" if todo else "")
     slowest = max(speeds[one.entry] * one.spec.rounds for one in planned if one.entry in speeds)
