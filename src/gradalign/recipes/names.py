@@ -166,5 +166,5 @@ def require_used(recipe: Recipe, entries: Sequence[str]) -> None:
     for table, keys in used.items():
         for key in recipe.changes.get(table, {}):
             if key not in keys:  # β is one that sets itself, or there is none
-                what = f'a {key} but "auto"' if any(key in accepted_parameters(n) for n in names) else "such a parameter"
-                raise GradalignError(f"--set {table}.{key}: none of {', '.join(entries)} has {what}")
+                has = f'a {key} but "auto"' if any(key in accepted_parameters(n) for n in names) else "such a parameter"
+                raise GradalignError(f"--set {table}.{key}: none of {', '.join(entries)} has {has}")
