@@ -350,6 +350,14 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     state = json.loads(call(*WORDS, "--list", "--json").stdout)
     assert [one["settings_to_choose"] for one in state] == [["fedprox"], []]
     assert state[0]["left"].startswith("2 of 6 runs left, about 0:00:0")
+    asked = json.loads(call(*WORDS, "--list", "--only", "fedprox", "--seeds", "1", "--json").stdout)
+    assert [(one["name"], one["left"].partition(",")[0], one["core_hours"]) for one in asked] == [
+        ("tiny", "1 of 1 runs left", None)  # the plan's hours are those of all its runs
+    ]
+    assert asked[0]["settings_to_choose"] == ["fedprox"]
+    only = call(*WORDS, "--list", "--only", "fedavg").stdout
+    assert "settings to choose" not in only, "FedAvg's are chosen"
+    assert only.splitlines()[-1] == "in all: 0 of 2 runs left", only
 
     rest = call(*WORDS, "--json")
     assert re.search(r"\(8 of 8 rounds\) after \d+ s: fedprox", rest.stderr), "a log tells how far a run is"

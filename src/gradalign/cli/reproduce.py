@@ -53,16 +53,13 @@ def reproduce(
         chosen = choose(every, names or [])
         entries = [name.strip() for name in only.split(",")] if only else []
         known = {entry for one in chosen for entry in one.entry_names()}
-        if not set(entries) <= known:
-            raise GradalignError(
-                f'--only: "{min(set(entries) - known)}" is no entry; known are {", ".join(sorted(known))}'
-            )
-        options = RunOptions(device=device or "cpu", workers=workers, checkpoint_seconds=checkpoint_seconds)
+        if unknown := {*entries} - known:
+            raise GradalignError(f'--only: "{min(unknown)}" is no entry; known are {", ".join(sorted(known))}')
         work = Reproduction(
             experiments=every,
             scale=scale_of(scale),
             folder=out,
-            options=options,
+            options=RunOptions(device=device or "cpu", workers=workers, checkpoint_seconds=checkpoint_seconds),
             say=common.say,
             seeds=seeds,
             device=device,
@@ -70,7 +67,7 @@ def reproduce(
         )
         work.require_scale()
         if show_list:
-            rows = [work.state(one) for one in chosen]
+            rows = [work.state(one, entries) for one in chosen if not entries or {*entries} & {*one.entry_names()}]
             common.print_result(as_json, rows, _print_list, rows)
             return
         with using_data_folder(data_dir):
@@ -91,8 +88,7 @@ def reproduce(
             raise GradalignError(f"{out} holds no finished run of the list; begin without --report")
         for line in results["left_out"]:
             common.say(line)
-        named = {one.name for one in chosen}
-        table = verdict_table([one for one in results["experiments"] if one["name"] in named])
+        table = verdict_table([one for one in results["experiments"] if one["name"] in {own.name for own in chosen}])
         common.print_result(as_json, results, _print_verdicts, results["words"], table, results["report"])
         if failed:
             raise GradalignError(f"not carried out, for the reasons given above: {', '.join(failed)}")
@@ -104,7 +100,8 @@ def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
         choose = f"; settings to choose: {', '.join(row['settings_to_choose'])}" if row["settings_to_choose"] else ""
         _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{long}")
     runs, left, hours = (sum(row[key] or 0 for row in rows) for key in ("runs", "runs_left", "core_hours"))
-    console.print(f"in all: {left:,} of {runs:,} runs left; the plan is about {hours:.3g} hours of one core")
+    long = f"; the plan is about {hours:.3g} hours of one core" if hours else ""
+    console.print(f"in all: {left:,} of {runs:,} runs left{long}")
 
 
 def _print_verdicts(console: Console, words: str, table: list[list[str]], page: str | None) -> None:

@@ -164,6 +164,10 @@ class Reproduction:
         group = {entry: place for place, group in enumerate(experiment.algorithms) for entry in group}
         return sorted(runs, key=lambda one: (group[one.entry], one.seed))
 
+    def _asked(self, planned: Sequence[Planned], only: Sequence[str]) -> list[Planned]:
+        now = sorted({one.seed for one in planned})[: self.seeds]
+        return [one for one in planned if one.seed in now and (not only or one.entry in only)]
+
     def run(self, experiment: Experiment, only: Sequence[str]) -> None:
         """Do what is left of an experiment, or of some of its entries."""
         for group in experiment.algorithms:
@@ -176,10 +180,8 @@ class Reproduction:
             later = set(tune.lists if tune else ()) - set(settled)  # whose settings are not chosen yet
             outcome.refuse_others(one for one in planned if one.entry not in later and (not only or one.entry in only))
             self._stamp()
-            now = sorted({one.seed for one in planned})[: self.seeds]
             options = self._options(experiment, resume=True)
-            asked = [one for one in planned if one.seed in now and (not only or one.entry in only)]
-            for one in asked:
+            for one in (asked := self._asked(planned, only)):
                 if one.entry in entries and outcome.runs_left([one]):
                     what = f"{experiment.name}: {one.entry}, seed {one.seed}, {one.spec.rounds:,} rounds"
                     self.say(f"{what}; {outcome.time_left(planned, asked)}")
@@ -187,18 +189,19 @@ class Reproduction:
                     with claimed_folder(place, planned, resume=True, grow=True), rounds_bar(one.spec.rounds) as tick:
                         run_comparison([one], options, on_row=lambda run, row: tick(run.entry, row))
 
-    def state(self, experiment: Experiment) -> dict[str, Any]:
-        """Return what is done of an experiment and what is left, without reading any data."""
+    def state(self, experiment: Experiment, only: Sequence[str] = ()) -> dict[str, Any]:
+        """Return what is done of an experiment, or of some entries, and what is left, without reading any data."""
         own, settled = experiment.at(self.scale), self._known(experiment)
-        runs = self.planned(experiment, settled, check=False)
+        runs = self._asked(every := self.planned(experiment, settled, check=False), only)
+        unsettled = [entry for entry in (own.tune.lists if own.tune else ()) if entry not in settled]
         return {
             "name": experiment.name,
             "title": experiment.title,
-            "settings_to_choose": [entry for entry in (own.tune.lists if own.tune else ()) if entry not in settled],
-            "left": outcome.time_left(runs),
+            "settings_to_choose": [entry for entry in unsettled if not only or entry in only],
+            "left": outcome.time_left(every, runs),
             "runs": len(runs),
             "runs_left": len(outcome.runs_left(runs)),
-            "core_hours": own.hours,
+            "core_hours": own.hours if len(runs) == len(every) else None,
         }
 
     # Results
