@@ -54,7 +54,7 @@ def draw_beta(axes: Any) -> None:
     for beta, values in ends.items():
         axes.plot([beta] * len(values), values, "o", color=COLOURS[1], ms=3, alpha=0.4, mec="none")
     told = [beta for beta in BETAS if beta != 2.5]  # there is no room for its number beside 1.5
-    axes.set(title="EMNIST at random: accuracy over β", xticks=told, xticklabels=[f"{beta:g}" for beta in told])
+    axes.set(title="EMNIST IID: accuracy over β", xticks=told, xticklabels=[f"{beta:g}" for beta in told])
     axes.minorticks_off()
     tidy(axes, "β", LABELS["test_accuracy"])
 
@@ -64,7 +64,7 @@ def draw_steps(axes: Any) -> None:
     found = kept_runs("emnist-local-steps", [f"K={steps}" for steps in STEPS])
     for colour, (name, runs) in zip(COLOURS, found.items(), strict=False):
         line(axes, runs, "local_updates", "test_accuracy", color=colour, label=name.replace("=", " = "))
-    axes.set(title="EMNIST at random: local steps", ylim=(70, 88))
+    axes.set(title="EMNIST IID: local steps", ylim=(70, 88))
     axes.legend(frameon=False, loc="lower right")
     tidy(axes, "local updates", LABELS["test_accuracy"])
 

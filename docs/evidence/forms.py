@@ -25,8 +25,8 @@ HERE = Path(__file__).resolve().parent
 TITLES = {
     "forms-emnist-one-class": "EMNIST, one class each",
     "forms-cifar100": "CIFAR-100, two classes each",
-    "forms-emnist-iid": "EMNIST at random",
-    "forms-cifar10": "CIFAR-10 at random",
+    "forms-emnist-iid": "EMNIST IID",
+    "forms-cifar10": "CIFAR-10 IID",
     "forms-shakespeare": "Shakespeare's roles",
 }
 NAMES = {

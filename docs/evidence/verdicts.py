@@ -43,7 +43,7 @@ PICTURES = {
         "emnist-one-class": "one class each, K = 1",
         "emnist-one-class-k10": "one class each, K = 10",
     },
-    "at-random": {"emnist-iid": "EMNIST at random"},
+    "at-random": {"emnist-iid": "EMNIST IID"},
     "cifar10": {"cifar10-iid": "CIFAR-10"},
     "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
 }
@@ -61,7 +61,7 @@ KINDS = (
     "FedGA overfits less: its test loss, its training accuracy is lower",
     "SCAFFOLD's accuracy, drift, overfitting",
     "GradAlign for large batches, on CIFAR-10",
-    "who is faster; the curves over K and β; drift at random, on Shakespeare",
+    "who is faster; the curves over K and β; drift on IID data, on Shakespeare",
 )
 TABLE1 = ("fedga", "fedavg", "scaffold", "fedprox")
 VIEWS = ("communication", "updates")
