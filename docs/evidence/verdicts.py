@@ -38,6 +38,10 @@ NAMES = {"fedga": "FedGA", "fedavg": "FedAvg", "scaffold": "SCAFFOLD", "fedprox"
 NAMES |= {"gradalign": "GradAlign", "largebatchsgd": "large-batch SGD", "sam": "SAM", "small-batch": "small-batch SGD"}
 NAMES |= {"fedga-auto": '`FedGA()`, running mean, β "auto"', "fedga-K=2": "`FedGA()`, K=2"}
 DRAWN = ("fedavg", "fedga", "fedga-auto", "scaffold", "fedprox")
+DRAWN_OF_BATCHES = ("largebatchsgd", "gradalign", "sam", "small-batch")
+DASHES = {"fedprox": "--", "small-batch": ":"}  # FedProx may lie on FedAvg's curve
+AXES = {"communication_rounds": ("communications", 1.0), "local_updates": ("local updates, thousands", 1e3)}
+AXES_OF_BATCHES = {"round": ("updates", 1.0), "examples": ("gradients of images, millions", 1e6)}
 PICTURES = {
     "one-class": {
         "emnist-one-class": "one class each, K = 1",
@@ -45,6 +49,7 @@ PICTURES = {
     },
     "at-random": {"emnist-iid": "EMNIST IID"},
     "cifar10": {"cifar10-iid": "CIFAR-10"},
+    "large-batches": {"large-batch-emnist": "EMNIST, batches of 1,000"},
     "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
 }
 """Drawn anew when a folder has all of a picture's experiments."""
@@ -333,26 +338,25 @@ def filled(page: str, found: dict[str, Any]) -> str:
 
 
 def draw(folder: Path, picture: str, titles: dict[str, str]) -> None:
-    """Draw test accuracy over communications and over local updates, a row for each experiment."""
+    """Draw test accuracy over two costs, a row for each experiment."""
     import matplotlib.figure
     from forms import curve  # beside this script
 
     from gradalign.report.figures import COLOURS, STYLE, save, tidy
     from gradalign.runs.read import gather
 
-    axes_of = {"communication_rounds": ("communications", 1.0), "local_updates": ("local updates, thousands", 1e3)}
+    axes_of, drawn_of = (AXES_OF_BATCHES, DRAWN_OF_BATCHES) if picture == "large-batches" else (AXES, DRAWN)
     with matplotlib.rc_context(STYLE | {"font.size": 8}):
         figure = matplotlib.figure.Figure(figsize=(9, 2.5 * len(titles)), layout="constrained")
         grid = figure.subplots(len(titles), len(axes_of), squeeze=False)
         for line, (name, title) in zip(grid, titles.items(), strict=True):
             runs = [run for run in gather([folder / name / "runs"]).runs if run.state == "complete"]
             for place, (axes, (key, (label, unit))) in enumerate(zip(line, axes_of.items(), strict=True)):
-                for colour, entry in zip(COLOURS, DRAWN, strict=False):
+                for colour, entry in zip(COLOURS, drawn_of, strict=False):
                     own = [run for run in runs if run.entry == entry]
                     if own:
-                        dashes = "--" if entry == "fedprox" else "-"  # it may lie on FedAvg's
                         style = {"color": colour, "lw": 1.4, "label": NAMES[entry].replace("`", "")}
-                        axes.plot(*curve(own, key, unit), dashes, **style)
+                        axes.plot(*curve(own, key, unit), DASHES.get(entry, "-"), **style)
                         seeds = [curve([run], key, unit) for run in own]
                         points = min(len(x) for x, _ in seeds)
                         low, high = (side([y[:points] for _, y in seeds], axis=0) for side in (np.min, np.max))
