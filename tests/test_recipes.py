@@ -75,6 +75,7 @@ def test_every_recipe_runs_and_says_at_what_scale(name):
 _FREE = [  # length, what the paper tuned, and what is so without being said
     ["rounds=20", "seed=3", "measure.test_every=5"],
     ["local.lr=0.4", "local.weight_decay=0.0001", "local.steps=40"],
+    ['algorithm.beta={kind="off-until", value=0.5, share=0.1}'],
     ["local.batch_size=78", "local.gradient_examples=100"],  # a client may have fewer images than the paper's
     ["local.momentum=0.0", "clients.dropout=0.0", "clients.weights=uniform", "clients.per_round=10"],
     ["sweep.K=[3]"],

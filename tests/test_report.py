@@ -17,7 +17,7 @@ import gradalign as ga
 from gradalign import report
 from gradalign.cli.app import app
 from gradalign.recipes import load_recipe
-from gradalign.report import how_to_repeat, write_report
+from gradalign.report import Judged, how_to_repeat, report_gathered, write_report
 from gradalign.report.budgets import equal_views, to_target
 from gradalign.report.experiments import arrange
 from gradalign.report.figures import curve_figure
@@ -185,6 +185,24 @@ def test_at_equal_cost_a_group_counts_with_what_it_had_spent_by_then(tmp_path):
     page = write_report([tmp_path / "c"], tmp_path / "r.html").read_text()
     assert "at 4 communication rounds" in page
     assert "half the variance" in page
+
+
+def test_a_page_with_verdicts_scores_runs_over_the_window_that_they_were_judged_by(tmp_path):
+    # Accuracy rises by quarters: over the last half of four rounds fedga has (0.6 + 0.8)/2, fedavg (0.525 + 0.7)/2.
+    write_comparison(tmp_path / "c", {"fedga": [0.8, 0.8], "fedavg": [0.7, 0.7]})
+    (experiment,) = arrange(gather([tmp_path / "c"]).runs, window=0.5)
+    assert [group.scores() for group in experiment.groups] == [pytest.approx([0.7] * 2), pytest.approx([0.6125] * 2)]
+    cells = {row.label: row.cells for row in equal_views(experiment)["rows"]}
+    assert cells["fedga"] == ("40.00 ± 0.00", "70.00 ± 0.00", "40.00 ± 0.00"), "of 4 communications, its second round"
+    assert cells["fedavg"][0] == "61.25 ± 0.00"
+    heads, _ = comparison_table(experiment)
+    assert heads[0] == "test accuracy over the last 50 % of the run, %"
+    judged = Judged(
+        words="One claim.", claims=[["a"], ["b"]], sources=[["what", "where"], ["K = 2", "ours"]], window=0.5
+    )
+    page = report_gathered(gather([tmp_path / "c"]), tmp_path / "r.html", judged=judged).read_text()
+    assert page.index("One claim.") < page.index("K = 2") < page.index("ours") < page.index("Comparison</h3>")
+    assert "70.00" in page
 
 
 def test_what_a_target_cost_and_who_did_not_reach_it(tmp_path):

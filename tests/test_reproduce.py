@@ -14,6 +14,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -263,9 +264,16 @@ def test_the_verdicts_begin_with_what_came_out():
     others = [one, one.model_copy(update={"claims": [ours] * 9})]
     rows = [row_of(verdict, papers=True) for verdict in ("reproduced", "not reproduced", "undecidable", "pending")] * 4
     rows += [row_of("reproduced", papers=False)] * 7
-    entries = [{"seeds": [0, 1]}, {"seeds": [0, 1, 2]}, {"seeds": []}]
+    entries = [
+        {"seeds": [0, 1]},
+        {"seeds": [0, 1, 2], "chosen": {"source": "on a tenth, not trained on"}},
+        {"seeds": []},
+    ]
     words = verdict_words("small", [{"verdicts": rows, "algorithms": entries}], others)
-    assert words.startswith("Scale small; experiments: 1, with up to 3 seeds. Of 50 claims of the paper: ")
+    chosen = "with up to 3 seeds; in 1 of them settings were chosen on validation examples, not on the test images"
+    assert words.startswith(f"Scale small; experiments: 1, {chosen} that decide here. Of 50 claims of the paper: ")
+    by_hand = verdict_words("small", [{"verdicts": rows, "algorithms": entries[::2]}], others)
+    assert "in 0 of them settings were chosen on validation" in by_hand
     # 12 of the 50 are judged; of 19 with the others, a twentieth is about one.
     assert "of the paper: 4 reproduced, 4 not reproduced, 4 undecidable, 38 pending." in words
     assert "Of the 19 claims judged at 95 %, the paper's and others, about 1 would" in words
@@ -321,7 +329,8 @@ def _tiny(tmp_path, monkeypatch):
 
 
 # The first experiment has 4 of its 6 runs, the second none of its 2; it takes half an hour by its own account.
-LAST_LINE = "in all: 4 of 8 runs left; the plan is about 0.5 hours of one core"
+LAST_LINE = "in all: 4 of 8 runs left; the plan is about 0.5 hours of one core, "
+LAST_LINE += "not counting 1 of 2 experiments whose time is not known"
 WORDS = ("reproduce", "--plan", "tiny.toml", "--out", "out", "--workers", "0")
 
 
@@ -379,9 +388,13 @@ def test_a_list_goes_on_after_kill_9_and_ends_in_verdicts():
     assert "holds runs of the scale small" in call(*WORDS, "--scale", "medium", "--list", code=2).stderr
     page = Path("out/report.html").read_text()
     assert "FedGA above FedAvg" in page
-    assert results["words"].startswith("Scale small; experiments: 2, with up to 2 seeds. Of 2 claims of the paper: ")
+    assert results["words"].startswith(
+        "Scale small; experiments: 2, with up to 2 seeds; in 2 of them settings were chosen"
+    )
     assert results["words"].partition(":")[0] in page.partition("Verdicts</h2>")[2]
-    assert page.index("Verdicts</h2>") < page.index("Comparison</h3>")
+    assert page.index("Verdicts</h2>") < page.index("Where settings come from") < page.index("Comparison</h3>")
+    assert 'everything</td><td class="text">our choice' in page
+    assert "not trained on: the best of" in page
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -461,6 +474,53 @@ def test_retune_chooses_again_what_is_written_down():
     after = {trial: trial.stat().st_mtime_ns for trial in Path("out/tiny/tune").rglob("metrics.jsonl")}
     assert before.keys() == after.keys()
     assert all(after[trial] > before[trial] for trial in before)
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_retuning_that_is_interrupted_goes_on_without_the_word(monkeypatch):
+    """Neither what was written down nor what the plan has counts again before all is chosen anew."""
+    given_settings(Path("out"))
+    change_plan(chosen={"fedprox": {"values": {"lr": 0.3, "mu": 0.5}, "source": "the plan's"}})
+    with monkeypatch.context() as during:
+        during.setattr("gradalign.reproduce.conduct.run_search", mock.Mock(side_effect=GradalignError("killed")))
+        assert "killed" in call(*WORDS, "tiny", "--only", "fedavg", "--retune", code=2).stderr
+    assert read_table(Path("out/tiny/settings.toml")) == {"chosen_anew": True}
+    assert "settings to choose: fedga, fedprox" in call(*WORDS, "tiny", "--list").stdout
+    call(*WORDS, "tiny", "--seeds", "1")
+    settled = read_table(Path("out/tiny/settings.toml"))
+    assert settled.pop("chosen_anew") is True
+    assert {name for name, one in settled.items() if "not trained on" in one["source"]} == {
+        "fedga",
+        "fedavg",
+        "fedprox",
+    }
+    assert settled["fedprox"]["values"]["mu"] == 0.1, "its list's, not the plan's"
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_damage_is_told_and_does_not_pass_for_a_result():
+    given_settings(Path("out"))
+    words = (*WORDS, "tiny", "--only", "fedavg,fedga")
+    whole = json.loads(call(*words, "--json").stdout)["experiments"]
+    runs = Path("out/tiny/runs")
+    names = (runs / "compare.toml").read_text()
+    for damage in (lambda file: file.write_text("= ["), Path.unlink):
+        damage(runs / "compare.toml")
+        assert json.loads(call(*words, "--report", "--json").stdout)["experiments"] == whole
+    (runs / "compare.toml").write_text(names)
+    (runs / "fedga/seed1/summary.json").write_text('{"x')
+    for how in ((), ("--report",)):
+        told = call(*words, *how, code=2).stderr.splitlines()
+        assert any("fedga/seed1: its summary.json is not valid JSON" in line for line in told), told
+        assert told[-1] == "error: 1 damaged (named above) do not count; without those folders they run anew"
+    shutil.rmtree(runs / "fedga/seed1")
+    again = json.loads(call(*words, "--json").stdout)["experiments"]
+    assert again[0]["verdicts"] == whole[0]["verdicts"]
+    Path("out/tiny/settings.toml").write_text("= [")
+    for how in ((), ("--report",), ("--list",)):
+        assert "settings.toml is not valid TOML" in call(*words, *how, code=2).stderr
+    Path("out/tiny/settings.toml").write_text('[fedga]\nsource = ""\nvalues = {lrr = 1.0}\n')
+    assert "values.lrr.[key]: value error, must be one of lr, batch, K" in call(*words, "--list", code=2).stderr
 
 
 def given_settings(out: Path) -> None:
@@ -647,6 +707,8 @@ def test_an_entry_that_joins_later_takes_settings_over_like_the_others():
         (("--only", "fedgo"), '--only: "fedgo" is no entry; known are fedavg, fedga, fedprox, no alignment'),
         (("--plan", "none.toml"), "there is no recipe none.toml"),
         (("--report",), "out holds no finished run of the list; begin without --report"),
+        (("--report", "--list"), "--list, --report and --retune are three things to do; give one of them"),
+        (("--only", ""), '--only: "" is no entry; known are fedavg, fedga, fedprox, no alignment'),
     ],
 )
 def test_bad_input_is_one_sentence(words, sentence):
@@ -669,6 +731,18 @@ def test_a_plan_with_mistakes_is_refused(tmp_path):
     assert 'names "nobody"' in refused(lambda list_: list_[1].update(settings_from="nobody"))
     assert '"tiny" is there twice' in refused(lambda list_: list_[1].update(name="tiny"))
     assert "tolerance" in refused(lambda list_: list_[0]["claims"][0].update(expect="equal"))
+    own = lambda list_: list_[0]["scales"]["small"]["tune"]["lists"]  # noqa: E731
+    assert 'names "fedvag"' in refused(lambda list_: list_[0].update(entries={"fedvag": {"local": {"lr": 0.1}}}))
+    assert 'names "fedgaa"' in refused(lambda list_: own(list_).update(fedgaa={"lr": [0.1]}))
+    assert "an entry with itself" in refused(lambda list_: list_[0]["claims"][0].update(first="fedavg"))
+    assert "taken has its own settings from another" in refused(lambda list_: list_[0].update(settings_from="taken"))
+    assert "taken has its own settings from another" in refused(lambda list_: list_[1].update(settings_from="taken"))
+    assert 'claims.0.setled is not a known setting; did you mean "settled"' in refused(
+        lambda list_: list_[0]["claims"][0].update(setled=True)
+    )
+    assert 'did you mean "lr"' in refused(lambda list_: own(list_)["fedga"].update(lrr=[0.1]))
+    zz = {"chosen": {"fedga": {"values": {"zz": 1.0}, "source": ""}}}
+    assert "must be one of lr, batch, K" in refused(lambda list_: list_[0]["scales"]["small"].update(zz))
     assert 'did you mean "algorithms"' in refused(lambda list_: list_[0].update(algorithm=["fedga"]))
     assert refused(lambda list_: list_.clear()) == "own.toml has no [[experiment]]"
 

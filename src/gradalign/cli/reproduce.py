@@ -42,16 +42,18 @@ def reproduce(
     """
     with common.plain_errors("the same command goes on where this ended"):
         from gradalign.reproduce.conduct import Reproduction
-        from gradalign.reproduce.outcome import verdict_table
+        from gradalign.reproduce.outcome import OTHER, verdict_table
         from gradalign.reproduce.plan import choose, read_plan, scale_of
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
 
+        if sum((show_list, report_only, retune)) > 1:
+            raise GradalignError("--list, --report and --retune are three things to do; give one of them")
         if under_torchrun():
             raise GradalignError("reproduce runs in one process; start it without torchrun")
         every = read_plan(plan)
         chosen = choose(every, names or [])
-        entries = [name.strip() for name in only.split(",")] if only else []
+        entries = [name.strip() for name in only.split(",")] if only is not None else []
         known = {entry for one in chosen for entry in one.entry_names()}
         if unknown := {*entries} - known:
             raise GradalignError(f'--only: "{min(unknown)}" is no entry; known are {", ".join(sorted(known))}')
@@ -92,6 +94,8 @@ def reproduce(
         common.print_result(as_json, results, _print_verdicts, results["words"], table, results["report"])
         if failed:
             raise GradalignError(f"not carried out, for the reasons given above: {', '.join(failed)}")
+        if lost := [line for line in results["left_out"] if OTHER not in line]:
+            raise GradalignError(f"{len(lost)} damaged (named above) do not count; without those folders they run anew")
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -100,8 +104,10 @@ def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:
         choose = f"; settings to choose: {', '.join(row['settings_to_choose'])}" if row["settings_to_choose"] else ""
         _print_pair(console, row["name"], row["title"], f"{row['left']}{choose}{long}")
     runs, left, hours = (sum(row[key] or 0 for row in rows) for key in ("runs", "runs_left", "core_hours"))
-    long = f"; the plan is about {hours:.3g} hours of one core" if hours else ""
-    console.print(f"in all: {left:,} of {runs:,} runs left{long}")
+    unknown = sum(row["core_hours"] is None for row in rows)
+    without = f", not counting {unknown} of {len(rows)} experiments whose time is not known" if unknown else ""
+    long = f"; the plan is about {hours:.3g} hours of one core{without}" if hours else ""
+    console.print(f"in all: {left:,} of {runs:,} runs left{long}", soft_wrap=True)
 
 
 def _print_verdicts(console: Console, words: str, table: list[list[str]], page: str | None) -> None:

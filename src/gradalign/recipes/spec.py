@@ -254,11 +254,15 @@ def _allowed(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str
     """Return the keys of the table that an unknown key was found in."""
     model: Any = root
     for step in location[:-1]:
-        annotation = model.model_fields[step].annotation if step in getattr(model, "model_fields", {}) else None
-        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
-        model = next((kind for kind in kinds if issubclass(kind, BaseModel)), ScheduleSpec)
+        if step in model.model_fields:  # else the place in a list or the name in a table of such tables
+            model = next(iter(_tables_in(model.model_fields[step].annotation)), ScheduleSpec)
     beside = ["compare", "sweep", "scale", "tensorboard", "wandb", "device"] if model is Spec else []
     return [*model.model_fields, *beside]
+
+
+def _tables_in(annotation: Any) -> list[type[BaseModel]]:
+    own = [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+    return [*own, *(table for part in get_args(annotation) for table in _tables_in(part))]
 
 
 def unknown_setting(where: str, key: str, known: list[str]) -> str:
@@ -278,8 +282,7 @@ def explain(error: ValidationError, source: str, root: type[BaseModel]) -> Grada
         text = unknown_setting(where, str(location[-1]), _allowed(location, root))
     else:
         message = first["msg"].replace("Input should", "must", 1)
-        if first["type"] == "model_type":
-            message = "must be a table of settings"
+        message = "must be a table of settings" if first["type"] == "model_type" else message
         text = f"{where}: {message[0].lower() + message[1:]}, got {first['input']!r}"
     more = len({e["loc"][0:2] for e in problems}) - 1
     return GradalignError(f"{source}: {text}" + (f" (and {more} more)" if more > 0 else ""))

@@ -45,6 +45,19 @@ def write_report(
     return report_gathered(gather(folders, unfinished=unfinished), output, title=title, figures=figures)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Verdicts on claims: a line of words; tables with their heads first, of the claims and of the settings' sources.
+
+    ``window`` is the last share of a run over whose measurements they are judged, as the page then is.
+    """
+
+    words: str
+    claims: Sequence[Sequence[str]]
+    sources: Sequence[Sequence[str]]
+    window: float
+
+
 def report_gathered(
     gathered: Gathered,
     output: Path,
@@ -52,12 +65,12 @@ def report_gathered(
     title: str | None = None,
     figures: Path | None = None,
     on_figure: Callable[[Path], None] | None = None,
-    verdicts: Sequence[Sequence[str]] = (),
+    judged: Judged | None = None,
 ) -> Path:
     """Write the page, and the figures where asked for, about runs read already; ``on_figure`` hears of each figure.
 
     A run that got past the reader and still cannot be shown moves from ``gathered.runs`` to ``gathered.skipped``.
-    ``verdicts`` stand first: a line of words, a table's heads, its rows.
+    Verdicts stand first.
     """
     need_packages(figures=figures is not None)
     from gradalign.report.page import page_bytes
@@ -68,11 +81,12 @@ def report_gathered(
         raise GradalignError(f"{output} is a folder; name the page, for example {output / 'report.html'}")
     if figures is not None and figures.exists() and not figures.is_dir():
         raise GradalignError(f"{figures} is a file; the figures need a folder")
+    window = judged.window if judged else 0.0
     try:
-        page = page_bytes(arrange(gathered.runs), gathered.skipped, title, verdicts)
+        page = page_bytes(arrange(gathered.runs, window), gathered.skipped, title, judged)
     except Exception:
         _set_aside(gathered)
-        page = page_bytes(arrange(gathered.runs), gathered.skipped, title, verdicts)
+        page = page_bytes(arrange(gathered.runs, window), gathered.skipped, title, judged)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, page)
     if figures is not None:

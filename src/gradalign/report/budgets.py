@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -11,7 +10,7 @@ from typing import Any
 from gradalign.recipes import found
 from gradalign.report.experiments import Experiment, Group
 from gradalign.report.statistics import TableRow, in_order, in_percent, mean_and_std, pairs_of, told_apart
-from gradalign.runs.read import Row, Run
+from gradalign.runs.read import Row
 from gradalign.runs.untrusted import number_of
 
 VIEWS = {"communication_rounds": "communication", "local_updates": "local updates", "examples": "computation"}
@@ -31,13 +30,9 @@ class Budget:
         return f"{self.most:,.0f} {_UNITS[self.axis]}"
 
     def scores(self, group: Group) -> list[float]:
-        """Return what every finished run had within the budget, as its last measurement there tells it."""
-        key = f"{group.scored_on}_accuracy"
-        return [score for run in group.complete if (score := self._score(run, key)) is not None]
-
-    def _score(self, run: Run, key: str) -> float | None:
-        within = (row for row in run.rows if key in row and row.get(self.axis, math.inf) <= self.most)
-        return max(within, key=lambda row: row["round"], default={key: None})[key]
+        """Return what every finished run had within the budget."""
+        found = (group.score_within(run, self.axis, self.most) for run in group.complete)
+        return [score for score in found if score is not None]
 
 
 def budgets_of(experiment: Experiment) -> list[Budget]:

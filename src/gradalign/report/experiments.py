@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gradalign.errors import shown_text
@@ -43,6 +44,8 @@ class Group:
     name: str
     runs: tuple[Run, ...]
     paper: PaperNumber | None
+    window: float = 0.0
+    """The last share of what was spent, over whose measurements accuracies are averaged; 0: the last one alone."""
 
     @property
     def complete(self) -> list[Run]:
@@ -55,7 +58,18 @@ class Group:
 
     def scores(self) -> list[float]:
         """Return the final accuracy of every run that finished and has it: what groups are judged by."""
-        return self.finals(f"final_{self.scored_on}_accuracy")
+        if not self.window:
+            return self.finals(f"final_{self.scored_on}_accuracy")
+        runs = [run for run in self.complete if run.rows]
+        found = (self.score_within(run, "round", run.rows[-1]["round"]) for run in runs)
+        return [score for score in found if score is not None]
+
+    def score_within(self, run: Run, axis: str, most: float) -> float | None:
+        """Return a run's accuracy by what it had spent up to there: its last measurement, or its mean over a window."""
+        key = f"{self.scored_on}_accuracy"
+        within = [row for row in run.rows if axis in row and row[axis] <= most]
+        known = [row[key] for row in within if key in row and (not self.window or row[axis] > (1 - self.window) * most)]
+        return None if not known else fmean(known) if self.window else known[-1]
 
     def finals(self, name: str) -> list[float]:
         """Return one number of the summaries, of every run that finished and has it."""
@@ -75,6 +89,13 @@ class Experiment:
         return self.groups[0].scored_on
 
     @property
+    def scored_by(self) -> str:
+        """What groups are judged by, in words."""
+        window = self.groups[0].window
+        words = f"{self.scored_on} accuracy"
+        return f"{words} over the last {100 * window:.0f} % of the run" if window else f"final {words}"
+
+    @property
     def runs(self) -> list[Run]:
         return [run for group in self.groups for run in group.runs]
 
@@ -84,8 +105,11 @@ class Experiment:
         return next((shown_text(text) for text in texts if isinstance(text, str)), None)
 
 
-def arrange(runs: Iterable[Run]) -> list[Experiment]:
-    """Sort runs into experiments and groups; what was scored on held-out training data comes last, by itself."""
+def arrange(runs: Iterable[Run], window: float = 0.0) -> list[Experiment]:
+    """Sort runs into experiments and groups; what was scored on held-out training data comes last, by itself.
+
+    ``window`` is the last share of a run over which its accuracy is averaged.
+    """
     sorted_out: dict[str, list[Run]] = {}
     of_comparison: dict[Path, str] = {}
     for run in runs:
@@ -93,7 +117,8 @@ def arrange(runs: Iterable[Run]) -> list[Experiment]:
         if run.comparison is not None:  # its entries belong together whatever they vary
             key = of_comparison.setdefault(run.comparison, key)
         sorted_out.setdefault(key, []).append(run)
-    return sorted(map(_experiment, sorted_out.values()), key=lambda experiment: experiment.scored_on)
+    found = (_experiment(own, window) for own in sorted_out.values())
+    return sorted(found, key=lambda experiment: experiment.scored_on)
 
 
 def settings_of(run: Run) -> dict[str, Any]:
@@ -117,14 +142,15 @@ def divisions(experiment: Experiment) -> list[tuple[str, HeldClassCounts]]:
     return [(f"seed {', '.join(map(str, sorted(own)))}{whose}", counts) for (counts, own, _), whose in pairs]
 
 
-def _experiment(runs: Sequence[Run]) -> Experiment:
+def _experiment(runs: Sequence[Run], window: float) -> Experiment:
     grouped: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: run.place):
         grouped.setdefault(canonical([_name_of(run), settings_of(run)]), []).append(run)
     members = [sorted(group, key=lambda run: run.seed) for group in grouped.values()]
+    firsts = [group[0] for group in members]
     groups = [
-        Group(label=label, short=short, name=_name_of(group[0]), runs=tuple(group), paper=_paper_number(group[0]))
-        for (label, short), group in zip(_labels(members), members, strict=True)
+        Group(label=label, short=short, name=name, runs=tuple(own), paper=_paper_number(own[0]), window=window)
+        for (label, short), name, own in zip(_labels(members), map(_name_of, firsts), members, strict=True)
     ]
     first = runs[0].spec
     name = first.get("name") or found(first, "task", "name") or "experiment"

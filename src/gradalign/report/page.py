@@ -23,7 +23,7 @@ from markupsafe import Markup
 from gradalign import __version__
 from gradalign.errors import shown_text
 from gradalign.recipes.papers import NUMBERS_LEFT_OUT, is_papers_problem
-from gradalign.report import budgets, how_to_repeat, series, statistics
+from gradalign.report import Judged, budgets, how_to_repeat, series, statistics
 from gradalign.report.clients import clients_section
 from gradalign.report.experiments import Experiment, divisions, settings_of, shown_value
 from gradalign.report.series import Curve, measured
@@ -37,7 +37,7 @@ def page_bytes(
     experiments: Sequence[Experiment],
     skipped: Sequence[Skipped],
     title: str | None = None,
-    verdicts: Sequence[Sequence[str]] = (),
+    judged: Judged | None = None,
 ) -> bytes:
     from plotly.offline import get_plotlyjs
 
@@ -62,7 +62,7 @@ def page_bytes(
         style=_style(),
         sections=[_section(one, curves) for one, curves in drawn],
         skipped=skipped,
-        verdicts=verdicts,
+        judged=judged,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
         data=htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         library=library,

@@ -208,7 +208,7 @@ def comparison_table(experiment: Experiment) -> tuple[tuple[str, ...], list[Tabl
     """Return the heads of the columns after algorithm and seeds, and the rows; of many groups the best come first."""
     groups, on = experiment.groups, experiment.scored_on
     scored, with_paper = any(group.scores() for group in groups), any(group.paper for group in groups)
-    heads = [f"final {on} accuracy, %", f"best {on} accuracy, %"] if scored else []
+    heads = [f"{experiment.scored_by}, %", f"best {on} accuracy, %"] if scored else []
     heads += ["paper, %", "ours − paper"] if with_paper else []
     heads += [f"final {on} loss", "final r(x)", "communication rounds", "seconds"]
     rows = []

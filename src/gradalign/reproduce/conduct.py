@@ -12,13 +12,13 @@ from gradalign.comparison import Planned, claimed_folder, plan_comparison, run_c
 from gradalign.errors import GradalignError
 from gradalign.recipes import load_recipe
 from gradalign.recipes.scale import unscaled
-from gradalign.recipes.spec import checked
-from gradalign.report import report_gathered
+from gradalign.report import Judged, report_gathered
 from gradalign.reproduce import outcome
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning, left_free
+from gradalign.reproduce.verdicts import WINDOW
 from gradalign.runs import REPORT, safe_name, write_json, write_toml, write_whole
 from gradalign.runs.read import Gathered, Run
-from gradalign.runs.untrusted import is_there, read_optional
+from gradalign.runs.untrusted import is_there, read_table
 from gradalign.server.measure import versions
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.conduct import run_search
@@ -59,7 +59,8 @@ class Reproduction:
 
     def require_scale(self) -> None:
         """Refuse a folder that holds another scale's runs."""
-        known = read_optional(self.folder / STAMP).get("scale", self.scale)
+        stamp = self.folder / STAMP
+        known = read_table(stamp).get("scale", self.scale) if is_there(stamp) else self.scale
         if known != self.scale:
             raise GradalignError(f"{self.folder} holds runs of the scale {known}; choose another --out")
 
@@ -76,35 +77,46 @@ class Reproduction:
         Chosen now are those of ``entries``, all without any; first, if unknown, those that the others take values from.
         """
         tune = experiment.at(self.scale).tune
+        if self._forgets(experiment):
+            self._forget(experiment)
         known = self._known(experiment)
         settled = dict(known)
         missing = {*experiment.entry_names()} - {*known, *(tune.lists if tune else ())}  # the list may have grown
         if experiment.settings_from is not None and missing:
             settled = self._taken_over(experiment, experiment.settings_from) | known
-        for number, entry in enumerate(tune.lists if tune else ()):
-            base = number == 0 and tune is not None and tune.base not in settled
-            if tune and entry not in settled and (not entries or entry in entries or base):
+        for entry in to_choose(experiment, tune, settled, entries):
+            if tune and entry not in settled:
                 settled |= self._search(experiment, tune, entry, settled)
                 self._write(experiment, settled)
-        there = is_there(self.place(experiment) / outcome.SETTINGS)
-        if settled and (self._forgets(experiment) or settled != known or not there):
+        if settled and (settled != known or not is_there(self.place(experiment) / outcome.SETTINGS)):
             self._write(experiment, settled)
         return settled
 
     def _forgets(self, experiment: Experiment) -> bool:
         return self.retune and experiment.name not in self._anew
 
+    def _forget(self, experiment: Experiment) -> None:
+        """Give up what is settled, the plan's too, and the trials: so it stays when this ends before all is chosen."""
+        self._stamp()
+        self._write(experiment, {})
+        if is_there(trials := self.place(experiment) / TUNE):
+            shutil.rmtree(trials)  # they would be taken as they are
+
     def _write(self, experiment: Experiment, settled: Settled) -> None:
         self.place(experiment).mkdir(parents=True, exist_ok=True)
-        write_toml(self.place(experiment) / outcome.SETTINGS, {name: one.model_dump() for name, one in settled.items()})
+        anew = {outcome.ANEW: True} if self.retune or self._settings(experiment)[1] else {}
+        table = anew | {name: one.model_dump() for name, one in settled.items()}
+        write_toml(self.place(experiment) / outcome.SETTINGS, table)
         self._anew.add(experiment.name)
+
+    def _settings(self, experiment: Experiment) -> tuple[Settled, bool]:
+        return outcome.read_settings(self.place(experiment))
 
     def _known(self, experiment: Experiment, *, forget: bool = True) -> Settled:
         if forget and self._forgets(experiment):
             return {}
-        file = self.place(experiment) / outcome.SETTINGS
-        written = {name: checked(Chosen, table, str(file)) for name, table in read_optional(file).items()}
-        return ({} if self.retune else dict(experiment.at(self.scale).chosen)) | written
+        written, anew = self._settings(experiment)
+        return ({} if anew else dict(experiment.at(self.scale).chosen)) | written
 
     def _taken_over(self, experiment: Experiment, name: str) -> Settled:
         """Return another experiment's settings, and of the entries that are not tuned, those of their algorithms.
@@ -139,16 +151,13 @@ class Reproduction:
         plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
         self._stamp()
         self.say(f"{experiment.name}: choosing settings of {entry} on validation examples")
-        folder = self.place(experiment) / TUNE / safe_name(entry)
-        if self.retune and is_there(folder):
-            shutil.rmtree(folder)  # its trials would be taken as they are
-        found = run_search(plan, folder, self._options(experiment))
+        found = run_search(plan, self.place(experiment) / TUNE / safe_name(entry), self._options(experiment))
         chosen = {}
         for name, outcomes in zip((entry, plan.search.baseline), found, strict=True):
             if name is not None and name not in settled:
                 source = (
-                    f"chosen on {100 * plan.holdout:g} % of each client's training examples, not trained on: the best "
-                    f"of {len(outcomes)} trials of length {tune.budget}, seed {SEARCH_SEED}"
+                    f"chosen on {100 * plan.holdout:g} % of each client's training examples, {outcome.UNSEEN}: the "
+                    f"best of {len(outcomes)} trials of length {tune.budget}, seed {SEARCH_SEED}"
                 )
                 point = best_of(outcomes, "the search").point
                 chosen[name] = Chosen(values=point, source="; ".join([source, *at_ends(outcomes, point)]))
@@ -193,11 +202,10 @@ class Reproduction:
         """Return what is done of an experiment, or of some entries, and what is left, without reading any data."""
         own, settled = experiment.at(self.scale), self._known(experiment)
         runs = self._asked(every := self.planned(experiment, settled, check=False), only)
-        unsettled = [entry for entry in (own.tune.lists if own.tune else ()) if entry not in settled]
         return {
             "name": experiment.name,
             "title": experiment.title,
-            "settings_to_choose": [entry for entry in unsettled if not only or entry in only],
+            "settings_to_choose": to_choose(experiment, own.tune, settled, only),
             "left": outcome.time_left(every, runs),
             "runs": len(runs),
             "runs_left": len(outcome.runs_left(runs)),
@@ -224,16 +232,24 @@ class Reproduction:
             "scale": self.scale,
             "words": outcome.verdict_words(self.scale, found, self.experiments),
             "experiments": found,
-            "left_out": [str(one) for one in gathered.skipped if one.reason.startswith(outcome.OTHER)],
+            "left_out": [str(one) for one in gathered.skipped if outcome.is_lost(one)],
             "versions": versions(),
         }
         if not found:
             return results | {"report": None}
         write_json(self.folder / RESULTS, results)
         write_whole(self.folder / TABLES, outcome.markdown(found))
-        title, verdicts = "The paper's experiments", [[results["words"]], *outcome.verdict_table(found)]
-        page = report_gathered(gathered, self.folder / REPORT, title=title, verdicts=verdicts)
+        tables = {"claims": outcome.verdict_table(found), "sources": outcome.source_table(found)}
+        judged = Judged(words=results["words"], **tables, window=WINDOW)
+        page = report_gathered(gathered, self.folder / REPORT, title="The paper's experiments", judged=judged)
         return results | {"report": str(page)}
+
+
+def to_choose(experiment: Experiment, tune: Tuning | None, settled: Settled, entries: Sequence[str]) -> list[str]:
+    """Return whose settings are searched: of those asked for; first, if unknown, where the others take theirs from."""
+    lists, asked = list(tune.lists) if tune else [], entries or experiment.entry_names()
+    base = lists[:1] if tune and tune.base not in settled else []
+    return [name for name in lists if name not in settled and name in (*asked, *base)]
 
 
 def _points(settled: Settled) -> dict[str, Point]:

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
 from gradalign.comparison import Planned, refuse_other_runs
 from gradalign.errors import GradalignError, shown_text
-from gradalign.recipes.spec import Spec
+from gradalign.recipes.spec import Spec, checked
 from gradalign.report.statistics import mean_and_std, spread_of
-from gradalign.reproduce.plan import Experiment
+from gradalign.reproduce.plan import Chosen, Experiment
 from gradalign.reproduce.verdicts import COSTS, Verdict, beside_baseline, verdict_row
-from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields
+from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields, safe_name
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.read import Gathered, Run, Skipped, gather
-from gradalign.runs.untrusted import is_there, read_failure, read_optional, read_spec
+from gradalign.runs.untrusted import is_there, read_failure, read_spec, read_table
 
 SETTINGS = "settings.toml"
+ANEW = "chosen_anew"
+"""In a folder's settings: the plan's own choices do not count there, whatever is chosen by now."""
 OTHER = "not a run of this plan"
+UNSEEN = "not trained on"
 _MOST_TOLD = 3
 HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}  # of claims that are not the paper's
 _LENGTHS = ("K", "epochs", "batch", "weight_decay")  # the same for all entries of most experiments
+
+
+def read_settings(folder: Path) -> tuple[dict[str, Chosen], bool]:
+    """Return the settings that are written down in an experiment's folder, and whether the plan's do not count."""
+    table = read_table(file) if is_there(file := folder / SETTINGS) else {}
+    anew = table.pop(ANEW, False) is True
+    return {name: checked(Chosen, one, str(file)) for name, one in table.items()}, anew
+
+
+def is_lost(skipped: Skipped) -> bool:
+    """Return whether a folder has a run that ended and does not count: of another list, or damaged."""
+    return skipped.reason.startswith(OTHER) or ended(Path(skipped.folder))
 
 
 def differing(folder: Path, spec: Spec) -> list[str]:
@@ -89,12 +105,15 @@ def time_left(planned: Sequence[Planned], asked: Sequence[Planned] = ()) -> str:
 
 def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
     """Return the runs below a folder that are what the entries' specs say, whatever their seeds; others are named."""
-    found = gather([folder])
+    found, of_folder = gather([folder]), {safe_name(entry): entry for entry in specs}
     for run in list(found.runs):
-        spec = specs.get(run.entry or "")
+        entry = run.entry or of_folder.get(run.folder.parent.name, "")  # the file that names entries may be lost
+        spec = specs.get(entry)
         why = ["no such entry"] if spec is None else differing(run.folder, spec.model_copy(update={"seed": run.seed}))
-        if why:
-            found.runs.remove(run)
+        found.runs.remove(run)
+        if not why:
+            found.runs.append(replace(run, entry=entry))
+        else:
             reason = f"{OTHER}: {'; '.join(why[:_MOST_TOLD])}"
             found.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
     return found
@@ -106,7 +125,7 @@ def experiment_result(experiment: Experiment, folder: Path, every: Mapping[str, 
     known = {**every, **runs}
     rows = {entry: [run.rows for run in own if run.state == "complete"] for entry, own in known.items()}
     diverged = {entry: sum(run.state == "diverged" for run in own) for entry, own in known.items()}
-    settled = read_optional(folder / SETTINGS)
+    settled = {name: one.model_dump() for name, one in read_settings(folder)[0].items()}
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -133,6 +152,18 @@ def verdict_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return table
 
 
+def source_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return where the settings come from: heads, and a row for what the plan fixes and for every entry's choices."""
+    table = [["experiment", "what", "where it comes from"]]
+    for one in experiments:
+        table += [[one["name"], what, source] for what, source in one["provenance"].items()]
+        for entry in one["algorithms"]:
+            chosen = entry["chosen"] or {"values": {}, "source": ""}
+            values = ", ".join(f"{key} {value}" for key, value in chosen["values"].items())
+            table += [[one["name"], f"{entry['name']}: {values}", chosen["source"]]] if values else []
+    return table
+
+
 def verdict_words(scale: str, results: Sequence[Mapping[str, Any]], experiments: Sequence[Experiment]) -> str:
     """Say what came out of the paper's claims, at what scale, and how far that can be trusted."""
     rows = [row for one in results for row in one["verdicts"]]
@@ -141,11 +172,13 @@ def verdict_words(scale: str, results: Sequence[Mapping[str, Any]], experiments:
     counts = {word: sum(row["papers"] and row["verdict"] == word for row in rows) for word in get_args(Verdict)[:-1]}
     counts["pending"] = own - sum(counts.values())  # with those of experiments that have not begun
     seeds = max((len(entry["seeds"]) for one in results for entry in one["algorithms"]), default=0)
+    sources = [[(entry.get("chosen") or {}).get("source", "") for entry in one["algorithms"]] for one in results]
+    searched = sum(any(UNSEEN in source for source in every) for every in sources)
     return (
-        f"Scale {scale}; experiments: {len(results)}, with up to {seeds} seeds. Of {own} claims of the paper: "
-        f"{', '.join(f'{count} {word}' for word, count in counts.items())}. Settings were chosen on validation "
-        f"examples, not on the test images that decide here. Of the {judged} claims judged at 95 %, the paper's and "
-        f"others, about {judged / 20:.0f} would come out by chance."
+        f"Scale {scale}; experiments: {len(results)}, with up to {seeds} seeds; in {searched} of them settings were "
+        f"chosen on validation examples, not on the test images that decide here. Of {own} claims of the paper: "
+        f"{', '.join(f'{count} {word}' for word, count in counts.items())}. Of the {judged} claims judged at 95 %, "
+        f"the paper's and others, about {judged / 20:.0f} would come out by chance."
     )
 
 

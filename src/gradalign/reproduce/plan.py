@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from gradalign.algorithms import known_algorithms
 from gradalign.errors import GradalignError
 from gradalign.recipes import Recipe, found, load_recipe, merge, read_recipe
 from gradalign.recipes.build import build_algorithm
@@ -23,10 +24,19 @@ _EVERY = ("test_every", "train_every")
 SEARCH_SEED = 100  # settings are chosen with another seed, and so another division, than those reported
 
 
+def _setting(name: str) -> str:
+    if name not in PLACES:
+        raise ValueError(f"must be one of {', '.join(PLACES)}")
+    return name
+
+
+SettingName = Annotated[str, AfterValidator(_setting)]
+
+
 class Chosen(Section):
     """Settings of one algorithm, by the names that a sweep gives them, and where they come from."""
 
-    values: dict[str, float | int | str]
+    values: dict[SettingName, float | int | str]
     source: str
 
 
@@ -174,12 +184,22 @@ def read_plan(path: Path | None = None) -> list[Experiment]:
             raise GradalignError(f'{path.name}: the experiment "{one.name}" is there twice')
         known = {*one.entry_names(), *(f"{other.name}/{entry}" for other in found for entry in other.entry_names())}
         sides = {side for claim in one.claims for side in (claim.first, claim.second) if isinstance(side, str)}
-        strangers = ", ".join(sorted(sides - known))
+        # What has settings or lists may have been an entry once, and then it is an algorithm.
+        strangers = ", ".join(sorted((sides - known) | (_with_settings(one) - {*known, *known_algorithms()})))
         if strangers or (one.settings_from is not None and one.settings_from not in names):
             raise GradalignError(
                 f'{path.name}: {one.name} names "{strangers or one.settings_from}", which is not there'
             )
+        if alike := next((claim.text for claim in one.claims if claim.first == claim.second), None):
+            raise GradalignError(f'{path.name}: {one.name}: "{alike}" compares an entry with itself')
+        if any(other.settings_from is not None for other in found if other.name == one.settings_from):
+            raise GradalignError(f"{path.name}: {one.settings_from} has its own settings from another; name that one")
     return found
+
+
+def _with_settings(one: Experiment) -> set[str]:
+    tunes = [own.tune for own in one.scales.values() if own.tune is not None]
+    return {*one.entries, *(entry for tune in tunes for entry in tune.lists)}
 
 
 def _whole(table: Any, tables: Sequence[Any], where: str) -> Any:

@@ -29,6 +29,7 @@ AXES: dict[Cost, str] = {
 }
 """What is equal in a comparison, and the column of a run's rows that counts it."""
 GAP = "gap"  # how far training accuracy is above test accuracy: a metric that is worked out, over the same window
+WINDOW = 0.1
 _DECIDED = ("reproduced", "not reproduced")
 _ENDED = 0.5  # points: a curve that gains more in the last tenth of a run than this has not come to its end
 COSTS: tuple[Cost, ...] = ("communication", "updates", "bytes", "computation")
@@ -58,7 +59,7 @@ class Claim(Section):
     expect: Literal["higher", "lower", "equal"] = "higher"
     claimed: NotNegative | None = None
     tolerance: NotNegative | None = None
-    window: Portion = 0.1
+    window: Portion = WINDOW
     papers: bool = True
     settled: bool = False
 
@@ -165,9 +166,13 @@ def verdict_row(claim: Claim, runs: Runs, diverged: Mapping[str, int] | None = N
     sides = [side for side in lost if isinstance(side, str)]
     if verdict == "pending" and all(len(runs.get(side, ())) + lost[side] > 1 for side in sides):
         verdict, why = "undecidable", "fewer than two runs of a side have a number"
+        names = ("train_accuracy", "test_accuracy") if claim.metric == GAP else (claim.metric,)
+        measured = {name for side in sides for rows in runs.get(side, ()) for row in rows for name in row}
+        why += "".join(f': none has measured "{name}"' for name in names if name not in measured)
     risen = rises(runs, claim) if claim.settled or claim.metric == "test_accuracy" else []
     if verdict != "pending" and any(points > _ENDED for points in risen):
-        why += f"; still rising by {' and '.join(f'{points:.1f}' for points in risen)} points over the last tenth"
+        words = " and ".join(f"{max(points, 0.0):.1f}" for points in risen)
+        why += f"; still rising by {words} points over the last tenth"
         verdict = "undecidable" if claim.settled and verdict in _DECIDED else verdict
     for side, count in lost.items():
         if count:
