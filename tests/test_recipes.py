@@ -95,6 +95,10 @@ _OTHER = [
     ["precision=bf16"],
 ]
 _OTHER_FEDGA = [["algorithm.mean=running"], ["algorithm.beta=auto"], ["algorithm.beta=0.0"]]
+_OTHER_FEDGA += [
+    ['algorithm.beta={kind="cosine", value=0.5}'],
+    ['algorithm.beta={kind="warmup", value=0.5, share=0.1}'],
+]
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def test_at_equal_cost_a_group_counts_with_what_it_had_spent_by_then(tmp_path):
     assert views["answer"].startswith("At 4 communication rounds each, the seeds tell 1 of 1 pair apart. At 400 local")
     page = write_report([tmp_path / "c"], tmp_path / "r.html").read_text()
     assert "at 4 communication rounds" in page
+    assert "test accuracy, %, as last measured within the budget: what every run has spent" in page
     assert "half the variance" in page
 
 
@@ -202,7 +203,11 @@ def test_a_page_with_verdicts_scores_runs_over_the_window_that_they_were_judged_
     )
     page = report_gathered(gather([tmp_path / "c"]), tmp_path / "r.html", judged=judged).read_text()
     assert page.index("One claim.") < page.index("K = 2") < page.index("ours") < page.index("Comparison</h3>")
-    assert "70.00" in page
+    assert "mean over the last 50 % of the budget: what every run has spent" in page
+    assert (
+        "mean over the last"
+        not in write_report([tmp_path / "c"], tmp_path / "plain.html").read_text().partition("<main")[2]
+    )
 
 
 def test_what_a_target_cost_and_who_did_not_reach_it(tmp_path):

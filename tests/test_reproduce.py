@@ -31,6 +31,7 @@ from gradalign.reproduce.outcome import time_left, verdict_table, verdict_words
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, read_plan
 from gradalign.reproduce.verdicts import Claim, beside_baseline, judge
 from gradalign.runs import is_shorter
+from gradalign.runs.locks import locked
 from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
 from gradalign.server.runner import RunOptions
@@ -481,10 +482,15 @@ def test_retuning_that_is_interrupted_goes_on_without_the_word(monkeypatch):
     """Neither what was written down nor what the plan has counts again before all is chosen anew."""
     given_settings(Path("out"))
     change_plan(chosen={"fedprox": {"values": {"lr": 0.3, "mu": 0.5}, "source": "the plan's"}})
+    trials = Path("out/tiny/tune/fedga")
+    with locked(trials / "trial"):
+        assert "another process is at work on it" in call(*WORDS, "tiny", "--retune").stderr
+    assert "given" in Path("out/tiny/settings.toml").read_text(), "who is refused has given up nothing"
     with monkeypatch.context() as during:
         during.setattr("gradalign.reproduce.conduct.run_search", mock.Mock(side_effect=GradalignError("killed")))
         assert "killed" in call(*WORDS, "tiny", "--only", "fedavg", "--retune", code=2).stderr
     assert read_table(Path("out/tiny/settings.toml")) == {"chosen_anew": True}
+    assert not trials.exists(), "they would be taken as they are"
     assert "settings to choose: fedga, fedprox" in call(*WORDS, "tiny", "--list").stdout
     call(*WORDS, "tiny", "--seeds", "1")
     settled = read_table(Path("out/tiny/settings.toml"))
@@ -512,10 +518,19 @@ def test_damage_is_told_and_does_not_pass_for_a_result():
     for how in ((), ("--report",)):
         told = call(*words, *how, code=2).stderr.splitlines()
         assert any("fedga/seed1: its summary.json is not valid JSON" in line for line in told), told
-        assert told[-1] == "error: 1 damaged (named above) do not count; without those folders they run anew"
+        assert told[-1] == "error: damaged and not counted, named above: 1; what is removed is made anew"
     shutil.rmtree(runs / "fedga/seed1")
     again = json.loads(call(*words, "--json").stdout)["experiments"]
     assert again[0]["verdicts"] == whole[0]["verdicts"]
+    (runs / "fedga/seed1/summary.json").unlink()
+    shutil.copytree(runs / "fedga/seed0", runs / "fedga/copy")
+    call(*words, "--report")  # a run that is under way, and a copy, are not damaged
+    Path("out/taken").mkdir()
+    shutil.copytree(runs, "out/taken/runs")
+    Path("out/taken/settings.toml").write_text("= [")
+    others = call(*words, "--report", code=2)
+    assert "left out taken: out/taken/settings.toml is not valid TOML" in others.stderr
+    assert "FedGA above FedAvg" in others.stdout, "the others count"
     Path("out/tiny/settings.toml").write_text("= [")
     for how in ((), ("--report",), ("--list",)):
         assert "settings.toml is not valid TOML" in call(*words, *how, code=2).stderr
@@ -736,7 +751,9 @@ def test_a_plan_with_mistakes_is_refused(tmp_path):
     assert 'names "fedgaa"' in refused(lambda list_: own(list_).update(fedgaa={"lr": [0.1]}))
     assert "an entry with itself" in refused(lambda list_: list_[0]["claims"][0].update(first="fedavg"))
     assert "taken has its own settings from another" in refused(lambda list_: list_[0].update(settings_from="taken"))
-    assert "taken has its own settings from another" in refused(lambda list_: list_[1].update(settings_from="taken"))
+    assert "taken takes settings from itself" in refused(lambda list_: list_[1].update(settings_from="taken"))
+    own_base = {"tune": {"budget": 4, "base": "fedavgg", "lists": {}}}
+    assert 'names "fedavgg"' in refused(lambda list_: list_[0]["scales"]["small"].update(own_base))
     assert 'claims.0.setled is not a known setting; did you mean "settled"' in refused(
         lambda list_: list_[0]["claims"][0].update(setled=True)
     )

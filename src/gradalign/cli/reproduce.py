@@ -42,7 +42,7 @@ def reproduce(
     """
     with common.plain_errors("the same command goes on where this ended"):
         from gradalign.reproduce.conduct import Reproduction
-        from gradalign.reproduce.outcome import OTHER, verdict_table
+        from gradalign.reproduce.outcome import verdict_table
         from gradalign.reproduce.plan import choose, read_plan, scale_of
         from gradalign.server.runner import RunOptions
         from gradalign.tasks.storage import using_data_folder
@@ -86,16 +86,16 @@ def reproduce(
                     common.say(f"{one.name}: {error}; going on with the next")
                 work.results()
             results = work.results()
+        for line in [*results["left_out"], *results["damaged"]]:
+            common.say(line)
         if report_only and not results["experiments"]:
             raise GradalignError(f"{out} holds no finished run of the list; begin without --report")
-        for line in results["left_out"]:
-            common.say(line)
         table = verdict_table([one for one in results["experiments"] if one["name"] in {own.name for own in chosen}])
         common.print_result(as_json, results, _print_verdicts, results["words"], table, results["report"])
         if failed:
             raise GradalignError(f"not carried out, for the reasons given above: {', '.join(failed)}")
-        if lost := [line for line in results["left_out"] if OTHER not in line]:
-            raise GradalignError(f"{len(lost)} damaged (named above) do not count; without those folders they run anew")
+        if damaged := len(results["damaged"]):
+            raise GradalignError(f"damaged and not counted, named above: {damaged}; what is removed is made anew")
 
 
 def _print_list(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -2,8 +2,8 @@
 
 A recipe's ``[paper.setting]`` names what the numbers are of, a list where the paper chose among values. It is looked
 for in the experiment as it is run, so that it does not matter how another setting came in. What is not named there has
-to be as it is without being asked for; the tuned numbers are free, but they have to be numbers; a schedule may be
-tuned with β.
+to be as it is without being asked for; the tuned numbers are free, but they have to be numbers; β may
+be off at first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _is_papers(spec: Mapping[str, Any], setting: Mapping[str, Any], part: str) -
     for key in {*own, *named} - {*_ELSEWHERE.get(part, ())}:
         value, wanted = own.get(key), named.get(key)
         if key in _TUNED[part]:
-            number = value.get("value") if key == "beta" and isinstance(value, Mapping) else value  # of a schedule
+            number = found(value, "value") if key == "beta" and found(value, "kind") == "off-until" else value
             fits = value in (None, "whole") or (isinstance(number, int | float) and (key != "beta" or number > 0))
         elif wanted is None:
             fits = not value or value == _USUAL.get(key)

@@ -49,7 +49,7 @@ def write_report(
 class Judged:
     """Verdicts on claims: a line of words; tables with their heads first, of the claims and of the settings' sources.
 
-    ``window`` is the last share of a run over whose measurements they are judged, as the page then is.
+    ``window`` is the last share of a run over whose measurements claims on its end are judged, as the page then is.
     """
 
     words: str

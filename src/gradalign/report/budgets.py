@@ -62,12 +62,18 @@ def equal_views(experiment: Experiment) -> dict[str, Any] | None:
             by_names.setdefault(pair.names, []).extend([pair.cells[0], pair.word])
     answers = [f"At {one.words} each, {told_apart(pairs)}" for one, pairs in judged.items() if pairs]
     return {
+        "caption": f"{experiment.scored_on} accuracy, %, {_measured(experiment)} the budget: what every run has spent",
         "heads": [f"at {one.words}" for one in budgets],
         "rows": _rows(experiment, lambda group: [in_percent(one.scores(group)) for one in budgets]),
         "answer": " ".join(answers),
         "pair_heads": [head for one in judged for head in (f"at equal {VIEWS[one.axis]}", "told apart")],
         "pairs": list(by_names.items()),
     }
+
+
+def _measured(experiment: Experiment) -> str:
+    window = experiment.groups[0].window
+    return f"mean over the last {100 * window:.0f} % of" if window else "as last measured within"
 
 
 def _rows(experiment: Experiment, cells: Callable[[Group], list[str]]) -> list[TableRow]:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from gradalign.comparison import Planned, claimed_folder, plan_comparison, run_comparison
-from gradalign.errors import GradalignError
+from gradalign.errors import FolderInUseError, GradalignError
 from gradalign.recipes import load_recipe
 from gradalign.recipes.scale import unscaled
 from gradalign.report import Judged, report_gathered
 from gradalign.reproduce import outcome
 from gradalign.reproduce.plan import SEARCH_SEED, Chosen, Experiment, Scale, Tuning, left_free
 from gradalign.reproduce.verdicts import WINDOW
-from gradalign.runs import REPORT, safe_name, write_json, write_toml, write_whole
+from gradalign.runs import LOCK, REPORT, safe_name, write_json, write_toml, write_whole
+from gradalign.runs.locks import is_held
 from gradalign.runs.read import Gathered, Run
 from gradalign.runs.untrusted import is_there, read_table
 from gradalign.server.measure import versions
@@ -77,8 +78,6 @@ class Reproduction:
         Chosen now are those of ``entries``, all without any; first, if unknown, those that the others take values from.
         """
         tune = experiment.at(self.scale).tune
-        if self._forgets(experiment):
-            self._forget(experiment)
         known = self._known(experiment)
         settled = dict(known)
         missing = {*experiment.entry_names()} - {*known, *(tune.lists if tune else ())}  # the list may have grown
@@ -88,7 +87,8 @@ class Reproduction:
             if tune and entry not in settled:
                 settled |= self._search(experiment, tune, entry, settled)
                 self._write(experiment, settled)
-        if settled and (settled != known or not is_there(self.place(experiment) / outcome.SETTINGS)):
+        there = is_there(self.place(experiment) / outcome.SETTINGS)
+        if settled and (self._forgets(experiment) or settled != known or not there):
             self._write(experiment, settled)
         return settled
 
@@ -97,10 +97,14 @@ class Reproduction:
 
     def _forget(self, experiment: Experiment) -> None:
         """Give up what is settled, the plan's too, and the trials: so it stays when this ends before all is chosen."""
-        self._stamp()
+        trials, given_up = (self.place(experiment) / name for name in (TUNE, f".{TUNE}-given-up"))
+        if any(is_held(lock.parent) for lock in trials.rglob(LOCK)):
+            raise FolderInUseError(f"another process is choosing settings in {trials}")
+        if is_there(trials):  # they would be taken as they are
+            shutil.rmtree(given_up, ignore_errors=True)
+            trials.rename(given_up)
         self._write(experiment, {})
-        if is_there(trials := self.place(experiment) / TUNE):
-            shutil.rmtree(trials)  # they would be taken as they are
+        shutil.rmtree(given_up, ignore_errors=True)
 
     def _write(self, experiment: Experiment, settled: Settled) -> None:
         self.place(experiment).mkdir(parents=True, exist_ok=True)
@@ -151,6 +155,8 @@ class Reproduction:
         plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
         self._stamp()
         self.say(f"{experiment.name}: choosing settings of {entry} on validation examples")
+        if self._forgets(experiment):
+            self._forget(experiment)
         found = run_search(plan, self.place(experiment) / TUNE / safe_name(entry), self._options(experiment))
         chosen = {}
         for name, outcomes in zip((entry, plan.search.baseline), found, strict=True):
@@ -219,20 +225,27 @@ class Reproduction:
         begun = [one for one in self.experiments if is_there(self.place(one) / RUNS)]
         gathered = Gathered()
         every: dict[str, list[Run]] = {}
+        unknown: dict[str, str] = {}
         for one in begun:
-            recipe = one.recipe_at(self.scale, _points(self._known(one, forget=False)))
+            try:
+                recipe = one.recipe_at(self.scale, _points(self._known(one, forget=False)))
+            except GradalignError as error:  # of damaged settings: the others count
+                unknown[one.name] = f"left out {one.name}: {error}"
+                continue
             specs = {entry: recipe.spec_for(entry, 0) for entry in one.entry_names()}
             own = outcome.runs_of_plan(self.place(one) / RUNS, specs)
             gathered = Gathered(runs=[*gathered.runs, *own.runs], skipped=[*gathered.skipped, *own.skipped])
             for run in own.runs:
                 every.setdefault(f"{one.name}/{run.entry}", []).append(run)
-        told = (outcome.experiment_result(one, self.place(one), every) for one in begun)
+        known = [one for one in begun if one.name not in unknown]
+        told = (outcome.experiment_result(one, self.place(one), every) for one in known)
         found = [one for one in told if one["algorithms"]]
         results: dict[str, Any] = {
             "scale": self.scale,
             "words": outcome.verdict_words(self.scale, found, self.experiments),
             "experiments": found,
-            "left_out": [str(one) for one in gathered.skipped if outcome.is_lost(one)],
+            "left_out": [str(one) for one in gathered.skipped if one.reason.startswith(outcome.OTHER)],
+            "damaged": [*unknown.values(), *(str(one) for one in gathered.skipped if one.damaged)],
             "versions": versions(),
         }
         if not found:

@@ -37,11 +37,6 @@ def read_settings(folder: Path) -> tuple[dict[str, Chosen], bool]:
     return {name: checked(Chosen, one, str(file)) for name, one in table.items()}, anew
 
 
-def is_lost(skipped: Skipped) -> bool:
-    """Return whether a folder has a run that ended and does not count: of another list, or damaged."""
-    return skipped.reason.startswith(OTHER) or ended(Path(skipped.folder))
-
-
 def differing(folder: Path, spec: Spec) -> list[str]:
     """Return in what the run that lies in a folder is another than this one; nothing where there is none."""
     wanted = tomllib.loads(as_toml(spec.to_dict()))
@@ -106,11 +101,11 @@ def time_left(planned: Sequence[Planned], asked: Sequence[Planned] = ()) -> str:
 def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
     """Return the runs below a folder that are what the entries' specs say, whatever their seeds; others are named."""
     found, of_folder = gather([folder]), {safe_name(entry): entry for entry in specs}
-    for run in list(found.runs):
+    every, found.runs = found.runs, []
+    for run in every:
         entry = run.entry or of_folder.get(run.folder.parent.name, "")  # the file that names entries may be lost
         spec = specs.get(entry)
         why = ["no such entry"] if spec is None else differing(run.folder, spec.model_copy(update={"seed": run.seed}))
-        found.runs.remove(run)
         if not why:
             found.runs.append(replace(run, entry=entry))
         else:
@@ -158,9 +153,9 @@ def source_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for one in experiments:
         table += [[one["name"], what, source] for what, source in one["provenance"].items()]
         for entry in one["algorithms"]:
-            chosen = entry["chosen"] or {"values": {}, "source": ""}
+            chosen = entry["chosen"] or {"values": {}, "source": f"as {one['baseline']}, where nothing else is said"}
             values = ", ".join(f"{key} {value}" for key, value in chosen["values"].items())
-            table += [[one["name"], f"{entry['name']}: {values}", chosen["source"]]] if values else []
+            table.append([one["name"], f"{entry['name']}: {values or 'what was searched'}", chosen["source"]])
     return table
 
 

@@ -192,6 +192,8 @@ def read_plan(path: Path | None = None) -> list[Experiment]:
             )
         if alike := next((claim.text for claim in one.claims if claim.first == claim.second), None):
             raise GradalignError(f'{path.name}: {one.name}: "{alike}" compares an entry with itself')
+        if one.settings_from == one.name:
+            raise GradalignError(f"{path.name}: {one.name} takes settings from itself")
         if any(other.settings_from is not None for other in found if other.name == one.settings_from):
             raise GradalignError(f"{path.name}: {one.settings_from} has its own settings from another; name that one")
     return found
@@ -199,7 +201,8 @@ def read_plan(path: Path | None = None) -> list[Experiment]:
 
 def _with_settings(one: Experiment) -> set[str]:
     tunes = [own.tune for own in one.scales.values() if own.tune is not None]
-    return {*one.entries, *(entry for tune in tunes for entry in tune.lists)}
+    chosen = {entry for own in one.scales.values() for entry in own.chosen}
+    return {*one.entries, *chosen, *(entry for tune in tunes for entry in (*tune.lists, tune.base))}
 
 
 def _whole(table: Any, tables: Sequence[Any], where: str) -> Any:

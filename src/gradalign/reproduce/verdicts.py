@@ -168,7 +168,7 @@ def verdict_row(claim: Claim, runs: Runs, diverged: Mapping[str, int] | None = N
         verdict, why = "undecidable", "fewer than two runs of a side have a number"
         names = ("train_accuracy", "test_accuracy") if claim.metric == GAP else (claim.metric,)
         measured = {name for side in sides for rows in runs.get(side, ()) for row in rows for name in row}
-        why += "".join(f': none has measured "{name}"' for name in names if name not in measured)
+        why += "".join(f': none has measured "{name}"' for name in names if measured and name not in measured)
     risen = rises(runs, claim) if claim.settled or claim.metric == "test_accuracy" else []
     if verdict != "pending" and any(points > _ENDED for points in risen):
         words = " and ".join(f"{max(points, 0.0):.1f}" for points in risen)

@@ -49,13 +49,15 @@ class Skipped:
 
     folder: str
     reason: str
+    damaged: bool = False
+    """It is of a run that ended: its files say so, and cannot be read."""
 
     def __str__(self) -> str:
         return f"skipped {self.folder}: {self.reason}"
 
 
-def _skip(folder: object, reason: object) -> Skipped:
-    return Skipped(folder=shown_text(folder), reason=shown_text(reason))
+def _skip(folder: object, reason: object, **more: bool) -> Skipped:
+    return Skipped(folder=shown_text(folder), reason=shown_text(reason), **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +166,7 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
         try:
             run = _read_run(folder, comparisons)
         except UnreadableError as error:
-            gathered.skipped.append(_skip(folder, error.reason))
+            gathered.skipped.append(_skip(folder, error.reason, damaged=is_there(folder / SUMMARY)))
             continue
         sweep = _sweep_of(folder)
         if unfinished or run.state != "unfinished":
