@@ -36,7 +36,7 @@ from gradalign.runs.metrics import read_metrics
 from gradalign.runs.untrusted import read_table
 from gradalign.server.runner import RunOptions
 from gradalign.sweep.protocol import Search
-from run_folders import write_run
+from run_folders import rows_of, write_run
 from test_cli import call
 
 # The plan
@@ -164,6 +164,15 @@ def test_beta_belongs_to_the_grid_of_an_algorithm_without_a_baseline():
 
 
 # What is left
+
+
+def test_the_time_left_does_not_take_a_runs_start_for_a_round(tmp_path):
+    """Five seconds of starting and first measuring, then half a second a round: eight are left."""
+    spec = read_plan()[0].recipe_at("small", {}).spec_for("fedavg", 0).model_copy(update={"rounds": 12})
+    rows = [{**row, "seconds": 5 + row["seconds"]} for row in rows_of(0.8)]
+    write_run(tmp_path / "run", spec.to_dict(), summary=None, metrics="".join(json.dumps(row) + "\n" for row in rows))
+    one = Planned(entry="fedavg", seed=0, spec=spec, folder=tmp_path / "run")
+    assert time_left([one]) == "1 of 1 runs left, about 0:00:04 at the speed so far"
 
 
 def test_the_time_left_follows_the_rounds_that_are_done(tmp_path):

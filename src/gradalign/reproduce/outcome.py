@@ -80,8 +80,9 @@ def time_left(planned: Sequence[Planned], asked: Sequence[Planned] = ()) -> str:
     """
     others = {one.folder for one in planned if _is_other(one)}
     begun = [one for one in planned if is_there(one.folder / METRICS) and one.folder not in others]
-    last = {one.folder: rows[-1] for one in begun if (rows := read_metrics(one.folder)) and rows[-1]["round"]}
-    done = [(one.entry, last[one.folder]) for one in begun if one.folder in last]
+    rows_of = {one.folder: rows for one in begun if (rows := read_metrics(one.folder)) and rows[-1]["round"]}
+    last = {folder: rows[-1] for folder, rows in rows_of.items()}
+    done = [(one.entry, _since_the_first(rows_of[one.folder])) for one in begun if one.folder in last]
     sums = {e: [sum(row[key] for own, row in done if own == e) for key in ("seconds", "round")] for e, _ in done}
     speeds = {entry: seconds / rounds for entry, (seconds, rounds) in sums.items()}
     todo = runs_left(asked := asked or planned)
@@ -96,6 +97,12 @@ def time_left(planned: Sequence[Planned], asked: Sequence[Planned] = ()) -> str:
     guessed = sorted({one.entry for one in todo} - set(speeds))
     hint = f" ({', '.join(guessed)} counted like the slowest measured)" if guessed else ""
     return f"{words}, about {timedelta(seconds=round(seconds))} at the speed so far{hint}"
+
+
+def _since_the_first(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return rounds and their seconds after the first measurement, which is also of how a run starts."""
+    whole = len(rows) < 2 or rows[0]["round"] == rows[-1]["round"]
+    return {key: rows[-1][key] - (0.0 if whole else rows[0][key]) for key in ("seconds", "round")}
 
 
 def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
