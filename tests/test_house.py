@@ -13,7 +13,7 @@ import gradalign as ga
 
 SOURCE = Path(ga.__file__).parent
 MODULES = sorted(SOURCE.rglob("*.py"))
-MOST_MODULES, MOST_LINES, LONGEST = 148, 27_570, 300
+MOST_MODULES, MOST_LINES, LONGEST = 148, 27_610, 300
 PASSAGE = 6
 
 

@@ -98,6 +98,8 @@ _OTHER_FEDGA = [["algorithm.mean=running"], ["algorithm.beta=auto"], ["algorithm
 _OTHER_FEDGA += [
     ['algorithm.beta={kind="cosine", value=0.5}'],
     ['algorithm.beta={kind="warmup", value=0.5, share=0.1}'],
+    ['algorithm.beta={kind="off-until", value=0.5, share=0.99}'],
+    ['algorithm.beta={kind="off-until", value=0.5, round=99999}'],
 ]
 
 

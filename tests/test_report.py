@@ -210,6 +210,29 @@ def test_a_page_with_verdicts_scores_runs_over_the_window_that_they_were_judged_
     )
 
 
+def test_a_pair_that_one_view_does_not_know_keeps_its_place_in_the_other(tmp_path):
+    """Of three communications the last fifth has no measurement of fedga, which is seen after two and four."""
+    for name, final, rounds in (("fedga", 0.8, 4), ("fedavg", 0.7, 3), ("fedprox", 0.5, 3)):
+        for seed in (0, 1):
+            phases = 2 if name == "fedga" else 1
+            write_run(tmp_path / f"c/{name}/seed{seed}", spec_of(name, seed), final, rounds=rounds, phases=phases)
+    (tmp_path / "c/compare.toml").write_text(
+        'name = "e"\nalgorithms = ["fedga", "fedavg", "fedprox"]\nseeds = [0, 1]\n'
+    )
+    (experiment,) = arrange(gather([tmp_path / "c"]).runs, window=0.2)
+    views = equal_views(experiment)
+    assert views["heads"][:2] == ["at 3 communication rounds", "at 300 local updates"]
+    pairs = dict(views["pairs"])
+    # fedga has had three of its four rounds after 300 updates: 0.6, where fedavg has 0.7 and fedprox 0.5.
+    assert pairs["fedga − fedavg"] == ["–", "cannot tell", "-10.00 ± 0.00", "yes"]
+    assert pairs["fedavg − fedprox"] == ["+20.00 ± 0.00", "yes"] * 2
+    first, second = views["answer"].split(" At 300 ")
+    told = "the seeds tell 1 of 3 pairs apart (2 of them cannot be, because one side has a single seed or was not"
+    assert first.endswith(f"{told} measured there).")
+    assert "tell 3 of 3 pairs apart." in second
+    assert views["caption"].endswith("–: not measured there")
+
+
 def test_what_a_target_cost_and_who_did_not_reach_it(tmp_path):
     results = {"fedga": [0.80, 0.40], "fedavg": [0.64, 0.60], "fedprox": [0.2, 0.2]}
     experiment = experiment_of(write_comparison(tmp_path / "c", results, measure={"target_accuracy": 0.6}))

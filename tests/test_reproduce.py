@@ -492,8 +492,9 @@ def test_retuning_that_is_interrupted_goes_on_without_the_word(monkeypatch):
     given_settings(Path("out"))
     change_plan(chosen={"fedprox": {"values": {"lr": 0.3, "mu": 0.5}, "source": "the plan's"}})
     trials = Path("out/tiny/tune/fedga")
-    with locked(trials / "trial"):
-        assert "another process is at work on it" in call(*WORDS, "tiny", "--retune").stderr
+    for held, name in ((trials / "trial", "tiny"), (Path("out/tiny/runs"), "tiny"), (Path("out/tiny/runs"), "taken")):
+        with locked(held):
+            assert "another process is at work on it" in call(*WORDS, name, "--retune").stderr
     assert "given" in Path("out/tiny/settings.toml").read_text(), "who is refused has given up nothing"
     with monkeypatch.context() as during:
         during.setattr("gradalign.reproduce.conduct.run_search", mock.Mock(side_effect=GradalignError("killed")))
@@ -513,6 +514,74 @@ def test_retuning_that_is_interrupted_goes_on_without_the_word(monkeypatch):
 
 
 @pytest.mark.usefixtures("_tiny")
+def test_retune_gives_up_what_was_there_and_not_what_another_process_has_chosen_since():
+    given_settings(Path("out"))
+    first, second = (
+        Reproduction(
+            experiments=read_plan(Path("tiny.toml")),
+            scale="small",
+            folder=Path("out"),
+            options=RunOptions(),
+            say=print,
+            retune=True,
+        )
+        for _ in range(2)
+    )
+    tiny = first.experiments[0]
+    with mock.patch("gradalign.reproduce.conduct.run_search", side_effect=GradalignError("not again")) as search:
+        with pytest.raises(GradalignError, match="not again"):
+            first.settings(tiny)
+        anew = {"values": {"lr": 0.2}, "source": "chosen anew"}
+        Path("out/tiny/settings.toml").write_bytes(
+            tomli_w.dumps({"chosen_anew": True} | dict.fromkeys(("fedga", "fedavg", "fedprox"), anew)).encode()
+        )
+        assert {one.source for one in second.settings(tiny).values()} == {"chosen anew"}
+        assert search.call_count == 1
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_retune_uses_no_old_trials_where_other_settings_are_taken_over():
+    plan = json.loads(json.dumps(TINY))
+    plan["experiment"][1]["algorithms"] = [["no alignment"], ["fedprox"]]
+    plan["experiment"][1]["scales"]["small"]["tune"] = {
+        "budget": 4,
+        "base": "fedavg",
+        "lists": {"fedprox": {"mu": [0.1]}},
+    }
+    Path("tiny.toml").write_bytes(tomli_w.dumps(plan).encode())
+    old = Path("out/taken/tune/fedprox/trials/old")
+    old.mkdir(parents=True)
+    given_settings(Path("out"))
+    call(*WORDS, "taken", "--seeds", "1", "--retune")
+    assert not old.exists()
+    assert Path("out/taken/tune/fedprox").exists()
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_run_that_diverged_and_is_damaged_is_named():
+    given_settings(Path("out"))
+    words = (*WORDS, "tiny", "--only", "fedavg,fedga")
+    call(*words)
+    run = Path("out/tiny/runs/fedga/seed1")
+    (run / "summary.json").unlink()
+    (run / "failure.json").write_text('{"failure": "it diverged", "diverged": true}')
+    assert "1 diverged" in call(*words, "--report").stdout
+    (run / "metrics.jsonl").write_text('{"round": \n{"round": 1}\n')
+    assert "error: damaged and not counted, named above: 1" in call(*words, "--report", code=2).stderr
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_the_papers_numbers_on_the_page_are_the_plans_not_the_runs():
+    given_settings(Path("out"))
+    call(*WORDS, "tiny", "--only", "fedavg,fedga")
+    for spec in Path("out/tiny/runs").rglob("spec.toml"):
+        number = {"source": "table 9", "test_accuracy": {"fedga": [99.9, 0.1], "fedavg": [11.1, 0.1]}}
+        spec.write_bytes(tomli_w.dumps(read_table(spec) | {"paper": number}).encode())
+    call(*WORDS, "--report")
+    assert "99.90" not in Path("out/report.html").read_text().partition("<main")[2]
+
+
+@pytest.mark.usefixtures("_tiny")
 def test_damage_is_told_and_does_not_pass_for_a_result():
     given_settings(Path("out"))
     words = (*WORDS, "tiny", "--only", "fedavg,fedga")
@@ -523,12 +592,19 @@ def test_damage_is_told_and_does_not_pass_for_a_result():
         damage(runs / "compare.toml")
         assert json.loads(call(*words, "--report", "--json").stdout)["experiments"] == whole
     (runs / "compare.toml").write_text(names)
-    (runs / "fedga/seed1/summary.json").write_text('{"x')
-    for how in ((), ("--report",)):
-        told = call(*words, *how, code=2).stderr.splitlines()
-        assert any("fedga/seed1: its summary.json is not valid JSON" in line for line in told), told
-        assert told[-1] == "error: damaged and not counted, named above: 1; what is removed is made anew"
-    shutil.rmtree(runs / "fedga/seed1")
+    run, counted = runs / "fedga/seed1", json.loads((runs / "fedga/seed1/summary.json").read_text())
+    wrong = {"communication_rounds": "x", "seconds": None}
+    texts = {json.dumps(counted | {key: value}): f"lacks {key}" for key, value in wrong.items()}
+    for text, why in {"{}": "lacks communication_rounds", '{"x': "is not valid JSON", **texts}.items():
+        (run / "summary.json").write_text(text)
+        for how in ((), ("--report",)):
+            told = call(*words, *how, code=2).stderr.splitlines()
+            assert any(f"fedga/seed1: its summary.json {why}" in line for line in told), told
+            assert told[-1] == "error: damaged and not counted, named above: 1; what is removed is made anew"
+    for file in ("metrics.jsonl", "spec.toml", "checkpoint.safetensors", "checkpoint.json"):
+        (run / file).unlink(missing_ok=True)  # what is left would count as done
+    assert "named above: 1" in call(*words, "--report", code=2).stderr
+    shutil.rmtree(run)
     again = json.loads(call(*words, "--json").stdout)["experiments"]
     assert again[0]["verdicts"] == whole[0]["verdicts"]
     (runs / "fedga/seed1/summary.json").unlink()
@@ -759,6 +835,7 @@ def test_a_plan_with_mistakes_is_refused(tmp_path):
     assert 'names "fedvag"' in refused(lambda list_: list_[0].update(entries={"fedvag": {"local": {"lr": 0.1}}}))
     assert 'names "fedgaa"' in refused(lambda list_: own(list_).update(fedgaa={"lr": [0.1]}))
     assert "an entry with itself" in refused(lambda list_: list_[0]["claims"][0].update(first="fedavg"))
+    assert "an entry with itself" in refused(lambda list_: list_[0]["claims"][0].update(second="tiny/fedga"))
     assert "taken has its own settings from another" in refused(lambda list_: list_[0].update(settings_from="taken"))
     assert "taken takes settings from itself" in refused(lambda list_: list_[1].update(settings_from="taken"))
     own_base = {"tune": {"budget": 4, "base": "fedavgg", "lists": {}}}

@@ -23,10 +23,11 @@ from typing import Any, get_args
 import numpy as np
 
 from gradalign.report.statistics import difference, mean_and_std
-from gradalign.reproduce.outcome import HOLDS, SETTINGS, ended, verdict_words
+from gradalign.reproduce.outcome import HOLDS, SETTINGS, verdict_words
 from gradalign.reproduce.plan import Experiment, read_plan
 from gradalign.reproduce.verdicts import Verdict
 from gradalign.runs import COMPARISON, FAILURE, METRICS, SPEC, SUMMARY
+from gradalign.runs.read import has_ended
 
 HERE = Path(__file__).resolve().parent
 KEPT, PAGE, RUNS = HERE / "verdicts.json", HERE.parent / "results.md", HERE / "runs"
@@ -134,7 +135,7 @@ def keep_runs(folder: Path, name: str) -> None:
     place = folder / name
     files = {path: path.read_bytes() for path in (place / SETTINGS, place / "runs" / COMPARISON) if path.exists()}
     for run in sorted(spec.parent for spec in (place / "runs").rglob(SPEC)):
-        if not ended(run):
+        if not has_ended(run):
             continue
         files |= {path: path.read_bytes() for path in (run / SPEC, run / FAILURE) if path.exists()}
         files[run / METRICS] = measured((run / METRICS).read_bytes())

@@ -38,9 +38,9 @@ def reproduce(
 ) -> None:
     """Run the paper's experiments, seed by seed, and judge its claims.
 
-    After any interruption the same command goes on.
+    After any interruption the same command goes on, one with --retune without that word.
     """
-    with common.plain_errors("the same command goes on where this ended"):
+    with common.plain_errors(f"the same command{' without --retune' * retune} goes on where this ended"):
         from gradalign.reproduce.conduct import Reproduction
         from gradalign.reproduce.outcome import verdict_table
         from gradalign.reproduce.plan import choose, read_plan, scale_of

@@ -3,7 +3,7 @@
 A recipe's ``[paper.setting]`` names what the numbers are of, a list where the paper chose among values. It is looked
 for in the experiment as it is run, so that it does not matter how another setting came in. What is not named there has
 to be as it is without being asked for; the tuned numbers are free, but they have to be numbers; β may
-be off at first.
+be off for up to half of the run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradalign.recipes import found
+from gradalign.runs.untrusted import number_of
 
 if TYPE_CHECKING:
     from gradalign.recipes.spec import Spec
@@ -45,7 +46,7 @@ def _is_papers(spec: Mapping[str, Any], setting: Mapping[str, Any], part: str) -
     for key in {*own, *named} - {*_ELSEWHERE.get(part, ())}:
         value, wanted = own.get(key), named.get(key)
         if key in _TUNED[part]:
-            number = found(value, "value") if key == "beta" and found(value, "kind") == "off-until" else value
+            number = _late(value, spec) if key == "beta" else value
             fits = value in (None, "whole") or (isinstance(number, int | float) and (key != "beta" or number > 0))
         elif wanted is None:
             fits = not value or value == _USUAL.get(key)
@@ -54,6 +55,13 @@ def _is_papers(spec: Mapping[str, Any], setting: Mapping[str, Any], part: str) -
         if not fits:
             return False
     return True
+
+
+def _late(beta: Any, spec: Mapping[str, Any]) -> Any:
+    """Return the number behind a β that is off at first, and anything else as it is."""
+    share, begins, rounds = (number_of(one) for one in (found(beta, "share"), found(beta, "round"), spec.get("rounds")))
+    early = share <= 0.5 if share is not None else begins is not None and rounds is not None and begins <= rounds / 2
+    return found(beta, "value") if found(beta, "kind") == "off-until" and early else beta
 
 
 def papers_accuracy(spec: Mapping[str, Any], name: str) -> Any:

@@ -55,25 +55,28 @@ def equal_views(experiment: Experiment) -> dict[str, Any] | None:
     budgets = budgets_of(experiment)
     if not budgets:
         return None
-    judged = {one: [pair for pair in pairs_of(experiment, one.scores) if pair.ours] for one in budgets[:2]}
-    by_names: dict[str, list[str]] = {}
-    for pairs in judged.values():
-        for pair in pairs:
-            by_names.setdefault(pair.names, []).extend([pair.cells[0], pair.word])
-    answers = [f"At {one.words} each, {told_apart(pairs)}" for one, pairs in judged.items() if pairs]
+    judged = budgets[:2]
+    # The same pairs in every view, in one order; one that is known in none is left out.
+    views = zip(*(pairs_of(experiment, one.scores) for one in judged), strict=True)
+    pairs = [every for every in views if any(pair.ours for pair in every)]
+    answers = [
+        f"At {one.words} each, {told_apart(own)}" for one, own in zip(judged, zip(*pairs, strict=True), strict=False)
+    ]
     return {
-        "caption": f"{experiment.scored_on} accuracy, %, {_measured(experiment)} the budget: what every run has spent",
+        "caption": f"{experiment.scored_on} accuracy, %, {_measured(experiment)}",
         "heads": [f"at {one.words}" for one in budgets],
         "rows": _rows(experiment, lambda group: [in_percent(one.scores(group)) for one in budgets]),
         "answer": " ".join(answers),
         "pair_heads": [head for one in judged for head in (f"at equal {VIEWS[one.axis]}", "told apart")],
-        "pairs": list(by_names.items()),
+        "pairs": [(every[0].names, [cell for pair in every for cell in (pair.cells[0], pair.word)]) for every in pairs],
     }
 
 
 def _measured(experiment: Experiment) -> str:
     window = experiment.groups[0].window
-    return f"mean over the last {100 * window:.0f} % of" if window else "as last measured within"
+    if not window:
+        return "as last measured within the budget: what every run has spent"
+    return f"mean over the last {100 * window:.0f} % of the budget: what every run has spent; –: not measured there"
 
 
 def _rows(experiment: Experiment, cells: Callable[[Group], list[str]]) -> list[TableRow]:

@@ -155,7 +155,8 @@ def told_apart(pairs: Sequence[Pair]) -> str:
     if single == len(pairs):
         return "no difference can be told from chance: that takes at least two finished seeds of both."
     decided = sum(pair.ours is not None and pair.ours.decided for pair in pairs)
-    more = f" ({single} of them cannot be, because one side has a single seed)" if single else ""
+    nothing = " or was not measured there" if any(pair.ours is None for pair in pairs) else ""
+    more = f" ({single} of them cannot be, because one side has a single seed{nothing})" if single else ""
     return f"the seeds tell {decided} of {len(pairs)} pair{'s' * (len(pairs) != 1)} apart{more}."
 
 

@@ -49,8 +49,16 @@ class Reproduction:
     """Where models run; without one, where each experiment's recipe says."""
     retune: bool = False
     """Choose settings anew where the plan or the folder has some."""
-    _anew: set[str] = field(default_factory=set, init=False)
-    """The experiments whose settings this process has written: those count when all else is chosen anew."""
+    _before: dict[str, tuple[int, int] | None] = field(default_factory=dict, init=False)
+    """The settings' files as they were at first: those are given up when all is chosen anew, not what came since."""
+
+    def __post_init__(self) -> None:
+        self._before.update((one.name, self._file(one)) for one in self.experiments)
+
+    def _file(self, experiment: Experiment) -> tuple[int, int] | None:
+        file = self.place(experiment) / outcome.SETTINGS
+        found = file.lstat() if is_there(file) else None
+        return None if found is None else (found.st_ino, found.st_mtime_ns)
 
     def place(self, experiment: Experiment) -> Path:
         return self.folder / safe_name(experiment.name)
@@ -89,29 +97,33 @@ class Reproduction:
                 self._write(experiment, settled)
         there = is_there(self.place(experiment) / outcome.SETTINGS)
         if settled and (self._forgets(experiment) or settled != known or not there):
+            self._forget(experiment)
             self._write(experiment, settled)
         return settled
 
     def _forgets(self, experiment: Experiment) -> bool:
-        return self.retune and experiment.name not in self._anew
+        return self.retune and self._file(experiment) == self._before[experiment.name]
 
     def _forget(self, experiment: Experiment) -> None:
-        """Give up what is settled, the plan's too, and the trials: so it stays when this ends before all is chosen."""
-        trials, given_up = (self.place(experiment) / name for name in (TUNE, f".{TUNE}-given-up"))
-        if any(is_held(lock.parent) for lock in trials.rglob(LOCK)):
-            raise FolderInUseError(f"another process is choosing settings in {trials}")
+        """When all is chosen anew, give up what is settled, the plan's too, and the trials, for good and once."""
+        if not self._forgets(experiment):
+            return
+        place = self.place(experiment)
+        trials, given_up = (place / name for name in (TUNE, f".{TUNE}-given-up"))
+        if any(is_held(lock.parent) for lock in place.rglob(LOCK)):
+            raise FolderInUseError(f"another process is at work in {place}")
         if is_there(trials):  # they would be taken as they are
             shutil.rmtree(given_up, ignore_errors=True)
             trials.rename(given_up)
-        self._write(experiment, {})
+        place.mkdir(parents=True, exist_ok=True)
+        write_toml(place / outcome.SETTINGS, {outcome.ANEW: True})
         shutil.rmtree(given_up, ignore_errors=True)
 
     def _write(self, experiment: Experiment, settled: Settled) -> None:
         self.place(experiment).mkdir(parents=True, exist_ok=True)
-        anew = {outcome.ANEW: True} if self.retune or self._settings(experiment)[1] else {}
+        anew = {outcome.ANEW: True} if self._settings(experiment)[1] else {}
         table = anew | {name: one.model_dump() for name, one in settled.items()}
         write_toml(self.place(experiment) / outcome.SETTINGS, table)
-        self._anew.add(experiment.name)
 
     def _settings(self, experiment: Experiment) -> tuple[Settled, bool]:
         return outcome.read_settings(self.place(experiment))
@@ -155,8 +167,7 @@ class Reproduction:
         plan = plan_sweep(recipe, entry, held | lists, sampler="grid", trials=None, test_beta=False, **stated)
         self._stamp()
         self.say(f"{experiment.name}: choosing settings of {entry} on validation examples")
-        if self._forgets(experiment):
-            self._forget(experiment)
+        self._forget(experiment)
         found = run_search(plan, self.place(experiment) / TUNE / safe_name(entry), self._options(experiment))
         chosen = {}
         for name, outcomes in zip((entry, plan.search.baseline), found, strict=True):
@@ -215,7 +226,7 @@ class Reproduction:
             "left": outcome.time_left(every, runs),
             "runs": len(runs),
             "runs_left": len(outcome.runs_left(runs)),
-            "core_hours": own.hours if len(runs) == len(every) else None,
+            "core_hours": own.hours if len(runs) == own.seeds * len(experiment.entry_names()) else None,
         }
 
     # Results
@@ -226,19 +237,21 @@ class Reproduction:
         gathered = Gathered()
         every: dict[str, list[Run]] = {}
         unknown: dict[str, str] = {}
+        chosen: dict[str, Settled] = {}
         for one in begun:
             try:
-                recipe = one.recipe_at(self.scale, _points(self._known(one, forget=False)))
+                recipe = one.recipe_at(self.scale, _points(settled := self._known(one, forget=False)))
             except GradalignError as error:  # of damaged settings: the others count
                 unknown[one.name] = f"left out {one.name}: {error}"
                 continue
+            chosen[one.name] = settled
             specs = {entry: recipe.spec_for(entry, 0) for entry in one.entry_names()}
             own = outcome.runs_of_plan(self.place(one) / RUNS, specs)
             gathered = Gathered(runs=[*gathered.runs, *own.runs], skipped=[*gathered.skipped, *own.skipped])
             for run in own.runs:
                 every.setdefault(f"{one.name}/{run.entry}", []).append(run)
-        known = [one for one in begun if one.name not in unknown]
-        told = (outcome.experiment_result(one, self.place(one), every) for one in known)
+        known = [one for one in begun if one.name in chosen]
+        told = (outcome.experiment_result(one, self.place(one), every, chosen[one.name]) for one in known)
         found = [one for one in told if one["algorithms"]]
         results: dict[str, Any] = {
             "scale": self.scale,

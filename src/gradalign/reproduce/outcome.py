@@ -17,8 +17,8 @@ from gradalign.reproduce.plan import Chosen, Experiment
 from gradalign.reproduce.verdicts import COSTS, Verdict, beside_baseline, verdict_row
 from gradalign.runs import METRICS, SPEC, SUMMARY, as_toml, differing_fields, safe_name
 from gradalign.runs.metrics import read_metrics
-from gradalign.runs.read import Gathered, Run, Skipped, gather
-from gradalign.runs.untrusted import is_there, read_failure, read_spec, read_table
+from gradalign.runs.read import Gathered, Run, Skipped, gather, has_ended
+from gradalign.runs.untrusted import is_there, number_of, read_spec, read_table
 
 SETTINGS = "settings.toml"
 ANEW = "chosen_anew"
@@ -27,6 +27,7 @@ OTHER = "not a run of this plan"
 UNSEEN = "not trained on"
 _MOST_TOLD = 3
 HOLDS = {"reproduced": "holds", "not reproduced": "does not hold"}  # of claims that are not the paper's
+_COUNTED = ("communication_rounds", "seconds")
 _LENGTHS = ("K", "epochs", "batch", "weight_decay")  # the same for all entries of most experiments
 
 
@@ -63,13 +64,7 @@ def refuse_others(planned: Iterable[Planned]) -> None:
 
 def runs_left(planned: Sequence[Planned]) -> list[Planned]:
     """Return the runs that have not ended, those in whose place another lies among them."""
-    return [one for one in planned if not ended(one.folder) or differing(one.folder, one.spec)]
-
-
-def ended(folder: Path) -> bool:
-    """Return whether there is nothing left to do in a run's folder: it is complete, or it diverged."""
-    failure = read_failure(folder) if folder.is_dir() else None
-    return is_there(folder / SUMMARY) or (failure is not None and failure.diverged)
+    return [one for one in planned if not has_ended(one.folder) or differing(one.folder, one.spec)]
 
 
 def time_left(planned: Sequence[Planned], asked: Sequence[Planned] = ()) -> str:
@@ -106,28 +101,36 @@ def _since_the_first(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def runs_of_plan(folder: Path, specs: Mapping[str, Spec]) -> Gathered:
-    """Return the runs below a folder that are what the entries' specs say, whatever their seeds; others are named."""
+    """Return the runs below a folder that are what the entries' specs say, whatever their seeds; others are named.
+
+    What stands beside them of the paper is what the plan has now, whatever was there when they ran.
+    """
     found, of_folder = gather([folder]), {safe_name(entry): entry for entry in specs}
     every, found.runs = found.runs, []
     for run in every:
         entry = run.entry or of_folder.get(run.folder.parent.name, "")  # the file that names entries may be lost
         spec = specs.get(entry)
         why = ["no such entry"] if spec is None else differing(run.folder, spec.model_copy(update={"seed": run.seed}))
-        if not why:
-            found.runs.append(replace(run, entry=entry))
+        lost = [key for key in _COUNTED if run.state == "complete" and number_of(run.summary.get(key)) is None]
+        if spec is not None and not why and not lost:
+            paper = {key: value for key, value in spec.to_dict().items() if key == "paper"}
+            own = {key: value for key, value in run.spec.items() if key != "paper"}
+            found.runs.append(replace(run, entry=entry, spec=own | paper))
         else:
-            reason = f"{OTHER}: {'; '.join(why[:_MOST_TOLD])}"
-            found.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason))
+            reason = f"{OTHER}: {'; '.join(why[:_MOST_TOLD])}" if why else f"its {SUMMARY} lacks {lost[0]}"
+            found.skipped.append(Skipped(folder=shown_text(run.folder), reason=reason, damaged=not why))
     return found
 
 
-def experiment_result(experiment: Experiment, folder: Path, every: Mapping[str, list[Run]]) -> dict[str, Any]:
+def experiment_result(
+    experiment: Experiment, folder: Path, every: Mapping[str, list[Run]], chosen: Mapping[str, Chosen]
+) -> dict[str, Any]:
     """Return what an experiment's runs say; ``every`` has those of all experiments, by EXPERIMENT/ENTRY."""
     runs = {one: every[key] for one in experiment.entry_names() if (key := f"{experiment.name}/{one}") in every}
     known = {**every, **runs}
     rows = {entry: [run.rows for run in own if run.state == "complete"] for entry, own in known.items()}
     diverged = {entry: sum(run.state == "diverged" for run in own) for entry, own in known.items()}
-    settled = {name: one.model_dump() for name, one in read_settings(folder)[0].items()}
+    settled = {name: one.model_dump() for name, one in chosen.items()}
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -159,10 +162,12 @@ def source_table(experiments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     table = [["experiment", "what", "where it comes from"]]
     for one in experiments:
         table += [[one["name"], what, source] for what, source in one["provenance"].items()]
+        searched = any(entry["chosen"] for entry in one["algorithms"] if entry["name"] == one["baseline"])
         for entry in one["algorithms"]:
             chosen = entry["chosen"] or {"values": {}, "source": f"as {one['baseline']}, where nothing else is said"}
             values = ", ".join(f"{key} {value}" for key, value in chosen["values"].items())
-            table.append([one["name"], f"{entry['name']}: {values or 'what was searched'}", chosen["source"]])
+            if values or searched:
+                table.append([one["name"], f"{entry['name']}: {values or 'what was searched'}", chosen["source"]])
     return table
 
 
@@ -187,7 +192,8 @@ def verdict_words(scale: str, results: Sequence[Mapping[str, Any]], experiments:
 def _entry_result(entry: str, runs: Sequence[Run], settled: Mapping[str, Any] | None) -> dict[str, Any]:
     complete = [run for run in runs if run.state == "complete"]
     names = ("final_test_accuracy", "best_test_accuracy", "final_test_loss", "final_train_loss", "final_r")
-    finals = {name: [run.summary[name] for run in complete if run.summary.get(name) is not None] for name in names}
+    told = {name: [number_of(run.summary.get(name)) for run in complete] for name in names}
+    finals = {name: [number for number in told[name] if number is not None] for name in names}
     return {
         "name": entry,
         "seeds": sorted(run.seed for run in complete),

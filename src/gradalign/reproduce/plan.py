@@ -190,8 +190,9 @@ def read_plan(path: Path | None = None) -> list[Experiment]:
             raise GradalignError(
                 f'{path.name}: {one.name} names "{strangers or one.settings_from}", which is not there'
             )
-        if alike := next((claim.text for claim in one.claims if claim.first == claim.second), None):
-            raise GradalignError(f'{path.name}: {one.name}: "{alike}" compares an entry with itself')
+        for claim in one.claims:
+            if claim.first.removeprefix(f"{one.name}/") == str(claim.second).removeprefix(f"{one.name}/"):
+                raise GradalignError(f'{path.name}: {one.name}: "{claim.text}" compares an entry with itself')
         if one.settings_from == one.name:
             raise GradalignError(f"{path.name}: {one.name} takes settings from itself")
         if any(other.settings_from is not None for other in found if other.name == one.settings_from):

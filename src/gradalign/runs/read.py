@@ -141,7 +141,10 @@ class Search:
         # Of a folder without any run the topmost is named, not everything below it.
         empty = [path for path in inside if not self._look(path, depth + 1)]
         if len(empty) == len(inside):
-            return False
+            names = {entry.name for entry in entries}
+            remains = SUMMARY in names and not {COMPARISON, SWEEP} & names  # of a run that has ended
+            self.runs += [folder] * remains
+            return remains
         self.skipped += [_skip(path, _NO_RUN) for path in empty]
         return True
 
@@ -166,7 +169,7 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
         try:
             run = _read_run(folder, comparisons)
         except UnreadableError as error:
-            gathered.skipped.append(_skip(folder, error.reason, damaged=is_there(folder / SUMMARY)))
+            gathered.skipped.append(_skip(folder, error.reason, damaged=has_ended(folder)))
             continue
         sweep = _sweep_of(folder)
         if unfinished or run.state != "unfinished":
@@ -182,6 +185,12 @@ def gather(folders: Iterable[Path], *, unfinished: bool = False) -> Gathered:
     gathered.runs, repeated = _without_repeats(gathered.runs)
     gathered.skipped += [*repeated, *(_cut_short(sweep, trials) for sweep, trials in cut_short.items())]
     return gathered
+
+
+def has_ended(folder: Path) -> bool:
+    """Return whether a run's folder says that there is nothing left to do: it is complete, or it diverged."""
+    failure = read_failure(folder)
+    return is_there(folder / SUMMARY) or (failure is not None and failure.diverged)
 
 
 def _sweep_of(folder: Path) -> Path | None:
