@@ -1063,6 +1063,22 @@ def test_the_curve_over_beta_is_drawn_where_the_kept_runs_end(monkeypatch):
         assert sorted(map(figures.last_tenth, runs)) == pytest.approx(sorted(kept[name]), abs=1e-4)
 
 
+def test_when_alignment_begins_to_pay_is_read_off_the_kept_runs():
+    """GradAlign − large-batch SGD at equal computation, after so many of SGD's updates, each over its last tenth."""
+    evidence = evidence_script("verdicts")
+    runs = evidence_script("overfitting").kept_runs("large-batch-emnist", ("gradalign", "largebatchsgd"))
+
+    def reached(name, updates):
+        ends = [[r for r in run.rows if 0.9 * updates < r["round"] <= updates] for run in runs[name]]
+        return 100 * statistics.fmean(statistics.fmean(row["test_accuracy"] for row in rows) for rows in ends)
+
+    apart = [reached("gradalign", updates / 2) - reached("largebatchsgd", updates) for updates in (200, 400, 600)]
+    words = "{:+.1f} points after 200 of SGD's updates, {:+.1f} after 400, {:+.1f} after 600".format(*apart)
+    words = words.replace("-", "−")
+    for page in ("large-batches.md", "results.md"):
+        assert words in (evidence.PAGE.parent / page).read_text(encoding="utf-8"), words
+
+
 def test_what_is_left_of_alignments_gain_is_the_arithmetic_of_kept_differences():
     """FedAvg's further updates, the gain at equal updates, and what is left at equal communication."""
     evidence = evidence_script("verdicts")

@@ -50,7 +50,7 @@ PICTURES = {
     },
     "at-random": {"emnist-iid": "EMNIST IID"},
     "cifar10": {"cifar10-iid": "CIFAR-10"},
-    "large-batches": {"large-batch-emnist": "EMNIST, batches of 1,000"},
+    "equal-computation": {"large-batch-emnist": "EMNIST, batches of 1,000"},
     "appendix": {"cifar100": "CIFAR-100, two classes each", "shakespeare": "Shakespeare's roles"},
 }
 """Drawn anew when a folder has all of a picture's experiments."""
@@ -346,7 +346,7 @@ def draw(folder: Path, picture: str, titles: dict[str, str]) -> None:
     from gradalign.report.figures import COLOURS, STYLE, save, tidy
     from gradalign.runs.read import gather
 
-    axes_of, drawn_of = (AXES_OF_BATCHES, DRAWN_OF_BATCHES) if picture == "large-batches" else (AXES, DRAWN)
+    axes_of, drawn_of = (AXES_OF_BATCHES, DRAWN_OF_BATCHES) if picture == "equal-computation" else (AXES, DRAWN)
     with matplotlib.rc_context(STYLE | {"font.size": 8}):
         figure = matplotlib.figure.Figure(figsize=(9, 2.5 * len(titles)), layout="constrained")
         grid = figure.subplots(len(titles), len(axes_of), squeeze=False)
