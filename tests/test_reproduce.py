@@ -1115,9 +1115,6 @@ def test_a_claim_beside_another_experiment_has_all_its_seeds():
     elsewhere = [row for one in found for row in one["verdicts"] if "/" in str(row["second"])]
     assert elsewhere
     for row in elsewhere:
-        if row["second"] == "emnist-iid/fedavg":  # its runs were not kept; it is pending until they are made again
-            assert row["verdict"] == "pending"
-            continue
         assert len(row["second_scores"]) == len(kept[row["second"]]), row["text"]
 
 
